@@ -1,0 +1,124 @@
+"""Figures of the book: one style file, fixed colours, and the house plot of gradient against ceiling."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from typing import TYPE_CHECKING, Final
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["COLOURS", "STYLE", "house_plot", "tightness_histogram"]
+
+STYLE: Final = str(files("ceilings").joinpath("book.mplstyle"))
+
+#: One colour for one meaning, across the book.
+COLOURS: Final = {
+    "gradient": "#0072B2",
+    "ceiling": "#D55E00",
+    "null": "#999999",
+    "forced": "#009E73",
+    "second": "#CC79A7",
+    "third": "#E69F00",
+}
+
+
+def house_plot(
+    ax: Axes, ceiling: Tensor, gradient: Tensor, label: str | None = None, colour: str = COLOURS["gradient"]
+) -> None:
+    r"""Draw :math:`|g_i|` against its ceiling, log-log, under the roof y = x.
+
+    Parameters
+    ----------
+    ax
+        Axes to draw on; a second call adds a second cloud under the same roof.
+    ceiling
+        :math:`\sigma(R) \sqrt{F_{ii}}`; entries that are zero are left out.
+    gradient
+        :math:`g_i`; entries that are zero are drawn on the lower edge.
+    label
+        Legend entry of the cloud.
+    colour
+        Colour of the cloud.
+
+    Shapes
+    ------
+    ceiling (D,), gradient (D,).
+
+    Raises
+    ------
+    ValueError
+        If the shapes differ or no ceiling is positive.
+    """
+    if ceiling.shape != gradient.shape:
+        raise ValueError(f"ceiling has shape {tuple(ceiling.shape)} and gradient {tuple(gradient.shape)}")
+    positive = ceiling > 0
+    if not bool(positive.any()):
+        raise ValueError("every ceiling is zero: there is nothing to plot on a logarithmic axis")
+    x, y = ceiling[positive].detach(), gradient[positive].abs().detach()
+    low, high = float(x.min()) / 3, float(x.max()) * 3
+    floor = low * 1e-3
+    ax.plot(x, y.clamp_min(floor), ".", color=colour, alpha=0.6, markeredgewidth=0, markersize=6, label=label)
+    if not ax.get_xscale() == "log":
+        ax.set_xscale("log")
+        ax.set_yscale("log")
+        ax.set_xlabel(r"ceiling $\sigma(R)\,\sqrt{F_{ii}}$  [R]/[θ]")
+        ax.set_ylabel(r"gradient $|g_i|$  [R]/[θ]")
+        ax.set_xlim(low, high)
+        ax.set_ylim(floor, high)
+    _roof(ax)
+
+
+def _roof(ax: Axes) -> None:
+    """Shade the side that no gradient can reach; redraw it when a second cloud widens the axes."""
+    for artist in [a for a in (*ax.lines, *ax.collections) if a.get_gid() == "roof"]:
+        artist.remove()
+    low, high = ax.get_xlim()
+    top = ax.get_ylim()[1]
+    (line,) = ax.plot([low, high], [low, high], color=COLOURS["ceiling"], lw=1.5, zorder=1)
+    shade = ax.fill_between([low, high], [low, high], [top * 10] * 2, color=COLOURS["ceiling"], alpha=0.10, lw=0)
+    line.set_gid("roof")
+    shade.set_gid("roof")
+    ax.set_xlim(low, high)
+    ax.set_ylim(top=top)
+
+
+def tightness_histogram(
+    ax: Axes, tightness: Tensor, label: str | None = None, colour: str = COLOURS["gradient"], bins: int = 40
+) -> None:
+    r"""Draw the distribution of tightness over parameters, each parameter weighing the same.
+
+    Parameters
+    ----------
+    ax
+        Axes to draw on.
+    tightness
+        :math:`|\rho_i|`; undefined entries (NaN) are left out.
+    label
+        Legend entry.
+    colour
+        Colour of the curve.
+    bins
+        Number of bins on [0, 1].
+
+    Shapes
+    ------
+    tightness (D,).
+
+    Raises
+    ------
+    ValueError
+        If no entry is defined.
+    """
+    values = tightness[~torch.isnan(tightness)].detach()
+    if len(values) == 0:
+        raise ValueError("no tightness is defined: the reward is constant or every ceiling is zero")
+    counts = torch.histc(values, bins=bins, min=0, max=1) / len(values)
+    edges = torch.linspace(0, 1, bins + 1)
+    ax.stairs(counts.numpy(), edges.numpy(), color=colour, label=label, lw=1.8)
+    ax.set_xlabel(r"tightness $|\rho_i|$")
+    ax.set_ylabel("share of parameters")
+    ax.set_xlim(0, 1)
