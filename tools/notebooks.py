@@ -149,8 +149,9 @@ def run_cell(client: NotebookClient, cell: NotebookNode, number: int) -> None:
     """One cell; an error, or anything on stderr, ends the chapter with a message for its author."""
     try:
         client.execute_cell(cell, number)
-    except CellExecutionError as error:
-        raise ChapterError(f"{quoted_cell(cell, number)}\n\n{plain(error.traceback)}") from None
+    except CellExecutionError:
+        traceback = "\n".join(cell.outputs[-1].get("traceback", []))
+        raise ChapterError(f"{quoted_cell(cell, number)}\n\n{plain(traceback)}") from None
     except CellTimeoutError:
         raise ChapterError(f"{quoted_cell(cell, number)}\n\nran past {CELL_TIMEOUT_SECONDS} s") from None
     except DeadKernelError:

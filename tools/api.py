@@ -1,0 +1,88 @@
+"""The page of the library: one section a module, in the order in which data flows.
+
+    python tools/api.py build    write book/api.md
+    python tools/api.py check    is it what the modules say?
+
+The page holds only the directives; what they show comes from the docstrings when the book is built.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+from pathlib import Path
+
+__all__ = ["modules", "page"]
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "src" / "ceilings"
+TARGET = ROOT / "book" / "api.md"
+
+# The flow of data (a module imports from none further down), then what serves the chapters and tests.
+ORDER = """policies transformer prefix_tree pretrained tasks rollouts scores score_engine fisher ceiling next_token
+advantages losses training updates adapters checkpoints patch results experiments
+symbolic reference testing notebook figures cli""".split()
+
+HEAD = """# The library, module by module
+
+The book is one user of the library `ceilings`; you can be another. `import ceilings` loads almost nothing, so
+import from the modules: `from ceilings.ceiling import tightness`. Bad input raises a `ValueError` that says what
+is wrong and where. Shapes and units stand in each entry, and the letters are those of [the notation](notation.md).
+"""
+
+SECTION = """
+## {title}
+
+```{{eval-rst}}
+.. automodule:: {module}
+   :members:
+```
+"""
+
+
+def modules() -> list[str]:
+    """The public modules, in reading order: those that say by ``__all__`` what they offer."""
+    found = []
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        if any(part.startswith("_") for part in parts):
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        names = [node.targets[0].id for node in tree.body if is_name_assignment(node)]
+        if "__all__" in names:
+            found.append(".".join(parts))
+    return sorted(found, key=rank)
+
+
+def is_name_assignment(node: ast.stmt) -> bool:
+    """Is this ``NAME = …``?"""
+    return isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+
+
+def rank(module: str) -> tuple[int, str]:
+    """Where a module stands on the page; one that the order does not know comes last."""
+    top = module.split(".")[0]
+    return (ORDER.index(top) if top in ORDER else len(ORDER), module)
+
+
+def page() -> str:
+    """The text of the page."""
+    return HEAD + "".join(SECTION.format(title=name, module=f"ceilings.{name}") for name in modules())
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description="Write the page of the library.")
+    parser.add_argument("command", choices=["build", "check"])
+    if parser.parse_args().command == "build":
+        TARGET.write_text(page(), encoding="utf-8")
+        print(f"{TARGET.relative_to(ROOT)}: {len(modules())} modules")
+        return 0
+    if TARGET.read_text(encoding="utf-8") != page():
+        print("book/api.md does not list the modules of src/ceilings; run: make api")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
