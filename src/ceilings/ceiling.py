@@ -35,6 +35,9 @@ def _weights(rewards: Tensor, scores: Tensor | None, weights: Tensor | None) -> 
     """Check one batch and return its weights, 1/N where none are given."""
     if rewards.ndim != 1 or len(rewards) == 0:
         raise ValueError(f"rewards must be a non-empty vector (N,), got shape {tuple(rewards.shape)}")
+    # NOTE 1/N in an integer dtype is 0: integer rewards would have variance 0.
+    if not rewards.is_floating_point():
+        raise ValueError(f"rewards are {rewards.dtype}: convert them to the floating-point dtype of the scores")
     if not bool(torch.isfinite(rewards).all()):
         bad = int((~torch.isfinite(rewards)).nonzero()[0])
         raise ValueError(f"reward {bad} is {float(rewards[bad])}: every response needs a finite reward")
@@ -178,7 +181,8 @@ def gradient_ceiling(scores: Tensor, rewards: Tensor, weights: Tensor | None = N
     ----------
     Claim ``thm-ceiling``.
     """
-    return (reward_variance(rewards, weights) * score_variance(scores, rewards, weights)).sqrt()
+    # NOTE a root each: the product of two small variances underflows, in float32 already at 1e-38.
+    return reward_variance(rewards, weights).sqrt() * score_variance(scores, rewards, weights).sqrt()
 
 
 def signed_tightness(scores: Tensor, rewards: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -291,7 +295,8 @@ def explained_reward_variance(scores: Tensor, rewards: Tensor, weights: Tensor |
     rank = singular > singular.max() * max(design.shape) * torch.finfo(design.dtype).eps
     explained = (left[:, rank].T @ target).square().sum()
     total = target.square().sum()
-    return torch.where(total > 0, explained / total, torch.nan)
+    varies = total > _ZERO_VARIANCE * (w @ rewards.square())
+    return torch.where(varies, explained / total, torch.nan)
 
 
 def nested_ceiling(enumeration: Enumeration, rewards: Tensor) -> Tensor:
@@ -334,7 +339,7 @@ def nested_ceiling(enumeration: Enumeration, rewards: Tensor) -> Tensor:
 def _group(keys: list[tuple[int, ...]]) -> tuple[Tensor, int]:
     """Index of each key among the distinct keys, and their number."""
     index: dict[tuple[int, ...], int] = {}
-    return torch.tensor([index.setdefault(k, len(index)) for k in keys]), len(index)
+    return torch.tensor([index.setdefault(k, len(index)) for k in keys], dtype=torch.long), len(index)
 
 
 def _group_sum(values: Tensor, group: Tensor, size: int) -> Tensor:
@@ -361,4 +366,4 @@ def _nested_position(value: Tensor, scores: Tensor, mass: Tensor, prefix: Tensor
     mean_score = _group_sum(mass[:, None] * scores, prefix, prefixes) / total[:, None]
     value_variance = _group_sum(mass * (value - mean_value[prefix]).square(), prefix, prefixes) / total
     score_var = _group_sum(mass[:, None] * (scores - mean_score[prefix]).square(), prefix, prefixes) / total[:, None]
-    return total @ (value_variance[:, None] * score_var).sqrt()
+    return total @ (value_variance.sqrt()[:, None] * score_var.sqrt())

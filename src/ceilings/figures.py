@@ -38,7 +38,7 @@ def house_plot(
     ceiling
         :math:`\sigma(R) \sqrt{F_{ii}}`; entries that are zero are left out.
     gradient
-        :math:`g_i`; entries that are zero are drawn on the lower edge.
+        :math:`g_i`; entries below a thousandth of the smallest ceiling are drawn on the lower edge.
     label
         Legend entry of the cloud.
     colour
@@ -51,24 +51,29 @@ def house_plot(
     Raises
     ------
     ValueError
-        If the shapes differ or no ceiling is positive.
+        If the shapes differ, an entry is not finite, or no ceiling is positive.
     """
     if ceiling.shape != gradient.shape:
         raise ValueError(f"ceiling has shape {tuple(ceiling.shape)} and gradient {tuple(gradient.shape)}")
+    if not bool(torch.isfinite(ceiling).all() and torch.isfinite(gradient).all()):
+        raise ValueError("a ceiling or gradient is NaN or infinite: it would be left out of the figure in silence")
     positive = ceiling > 0
     if not bool(positive.any()):
         raise ValueError("every ceiling is zero: there is nothing to plot on a logarithmic axis")
     x, y = ceiling[positive].detach(), gradient[positive].abs().detach()
-    low, high = float(x.min()) / 3, float(x.max()) * 3
+    low, high, top = float(x.min()) / 3, float(x.max()) * 3, float(torch.maximum(x, y).max()) * 3
+    first = ax.get_xscale() != "log"
+    if not first:  # a second cloud widens the axes, so that none of it falls outside
+        low, high, top = min(low, ax.get_xlim()[0]), max(high, ax.get_xlim()[1]), max(top, ax.get_ylim()[1])
     floor = low * 1e-3
     ax.plot(x, y.clamp_min(floor), ".", color=colour, alpha=0.6, markeredgewidth=0, markersize=6, label=label)
-    if not ax.get_xscale() == "log":
+    if first:
         ax.set_xscale("log")
         ax.set_yscale("log")
         ax.set_xlabel(r"ceiling $\sigma(R)\,\sqrt{F_{ii}}$  [R]/[θ]")
         ax.set_ylabel(r"gradient $|g_i|$  [R]/[θ]")
-        ax.set_xlim(low, high)
-        ax.set_ylim(floor, high)
+    ax.set_xlim(low, high)
+    ax.set_ylim(floor, top)
     _roof(ax)
 
 
@@ -111,11 +116,13 @@ def tightness_histogram(
     Raises
     ------
     ValueError
-        If no entry is defined.
+        If no entry is defined, or one lies outside [0, 1].
     """
     values = tightness[~torch.isnan(tightness)].detach()
     if len(values) == 0:
         raise ValueError("no tightness is defined: the reward is constant or every ceiling is zero")
+    if bool(((values < 0) | (values > 1)).any()):
+        raise ValueError("a tightness lies outside [0, 1]: pass the absolute value of the correlation")
     counts = torch.histc(values, bins=bins, min=0, max=1) / len(values)
     edges = torch.linspace(0, 1, bins + 1)
     ax.stairs(counts.numpy(), edges.numpy(), color=colour, label=label, lw=1.8)

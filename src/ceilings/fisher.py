@@ -25,6 +25,11 @@ def _check(probs: Tensor, scores: Tensor) -> None:
     check_probs(probs)
     if scores.ndim != 2 or len(scores) != len(probs):
         raise ValueError(f"scores must have shape (Y, D) with Y = {len(probs)}, got {tuple(scores.shape)}")
+    if scores.dtype != probs.dtype:
+        raise ValueError(f"scores are {scores.dtype} and probs {probs.dtype}: cast one of them on purpose")
+    if not bool(torch.isfinite(scores).all()):
+        bad = int((~torch.isfinite(scores)).any(1).nonzero()[0])
+        raise ValueError(f"the score of response {bad} is not finite: a response of probability zero has no score")
 
 
 def fisher_matrix(probs: Tensor, scores: Tensor) -> Tensor:

@@ -102,6 +102,8 @@ class Enumeration:
             zero = int((self.probs == 0).nonzero()[0])
             raise ValueError(f"response {zero} has probability zero, hence no score: leave it out of the support")
         n = len(self.probs)
+        if self.scores.ndim != 2:
+            raise ValueError(f"scores must have shape (Y, D), got {tuple(self.scores.shape)}")
         sizes = {
             "responses": len(self.responses),
             "scores": len(self.scores),
@@ -116,6 +118,15 @@ class Enumeration:
             raise ValueError(
                 f"token_scores has shape {tuple(self.token_scores.shape)}; expected (Y, T, D) with D = {self.scores.shape[1]}"
             )
+        if self.token_log_probs.shape != self.token_scores.shape[:2]:
+            raise ValueError(
+                f"token_log_probs has shape {tuple(self.token_log_probs.shape)}; "
+                f"expected (Y, T) = {tuple(self.token_scores.shape[:2])} as in token_scores"
+            )
+        if self.lengths.tolist() != [len(y) for y in self.responses]:
+            raise ValueError("lengths must hold the number of tokens of each response, the end token included")
+        if len(set(self.responses)) != n:
+            raise ValueError("a response is listed twice: add the probabilities of equal responses, one row a response")
 
     def rewards(self, reward: Callable[[tuple[int, ...]], float]) -> Tensor:
         """Reward of every response.
@@ -290,7 +301,7 @@ class AutoregressivePolicy:
     Raises
     ------
     ValueError
-        If ``features`` does not have one row an open prefix.
+        If ``features`` does not have one row an open prefix, or ``eos`` is not one of its V tokens.
     """
 
     def __init__(self, features: Tensor, max_len: int, eos: int | None = None) -> None:
@@ -298,6 +309,9 @@ class AutoregressivePolicy:
             raise ValueError(f"features must have shape (P, V, D), got {tuple(features.shape)}")
         if max_len < 1:
             raise ValueError(f"max_len is {max_len}: a response needs at least one token")
+        # NOTE an end token outside the vocabulary would never be drawn: every response would run to max_len.
+        if eos is not None and not 0 <= eos < features.shape[1]:
+            raise ValueError(f"eos is {eos}, but the {features.shape[1]} tokens are 0 to {features.shape[1] - 1}")
         self.features, self.max_len, self.eos = features, max_len, eos
         self.prefixes = self.open_prefixes(features.shape[1], max_len, eos)
         if len(features) != len(self.prefixes):
@@ -376,10 +390,12 @@ class AutoregressivePolicy:
         Raises
         ------
         ValueError
-            If ``theta`` does not match the features.
+            If ``theta`` does not match the features in shape or dtype.
         """
         if theta.shape != self.features.shape[2:]:
             raise ValueError(f"theta has shape {tuple(theta.shape)}; the features expect {tuple(self.features.shape[2:])}")
+        if theta.dtype != self.features.dtype:
+            raise ValueError(f"theta is {theta.dtype} and the features {self.features.dtype}: cast one of them on purpose")
         log_probs = torch.log_softmax(self.features @ theta, dim=1)
         mean_features = torch.einsum("pv,pvd->pd", log_probs.exp(), self.features)
         token_scores = self.features - mean_features[:, None, :]  # thm-logits: ∂z_v − E ∂z

@@ -47,11 +47,14 @@ def assert_equal(actual: Tensor | float, expected: Tensor | float, rtol: float =
     Raises
     ------
     AssertionError
-        If they differ by more, or an entry is NaN.
+        If they differ by more, or an entry is NaN or infinite.
     ValueError
         If the shapes differ or a side is empty.
     """
     a, b = _pair(actual, expected)
+    # NOTE an infinite expectation would allow an infinite difference.
+    if not bool(torch.isfinite(a).all() and torch.isfinite(b).all()):
+        raise AssertionError("an entry is infinite: its rounding error has no size")
     error, allowed = float((a - b).abs().max()), rtol * float(b.abs().max()) + atol
     if not error <= allowed:
         raise AssertionError(f"largest difference {error:.3g} exceeds {allowed:.3g}")
@@ -88,7 +91,7 @@ def assert_at_most(lower: Tensor | float, upper: Tensor | float, slack: float = 
     lower, upper
         The two sides.
     slack
-        Rounding allowed, relative to the largest entry of ``upper``.
+        Rounding allowed, relative to the largest finite entry of ``upper``.
 
     Raises
     ------
@@ -99,7 +102,8 @@ def assert_at_most(lower: Tensor | float, upper: Tensor | float, slack: float = 
     """
     a, b = _pair(lower, upper)
     excess = (a - b).flatten()
-    allowed = slack * float(b.abs().max())
+    # NOTE an infinite (vacuous) bound on one coordinate must not excuse the others.
+    allowed = slack * float(torch.where(torch.isfinite(b), b, 0).abs().max())
     worst = int(excess.argmax())
     if not float(excess[worst]) <= allowed:
         left, right = a.expand_as(excess.view((a - b).shape)).flatten(), b.expand((a - b).shape).flatten()
@@ -127,12 +131,14 @@ def assert_within_standard_errors(
     AssertionError
         If one lies further away.
     ValueError
-        If a standard error is not positive, the shapes differ, or a side is empty.
+        If a standard error is not positive and finite, the shapes differ, or a side is empty.
     """
     a, b = _pair(estimate, expected)
     error = torch.as_tensor(standard_error).double()
-    if not bool((error > 0).all()):
-        raise ValueError("a standard error is zero or negative: such a check cannot be read")
+    if error.ndim > 0 and error.shape != (a - b).shape:
+        raise ValueError(f"standard errors of shape {tuple(error.shape)} for estimates of {tuple((a - b).shape)}")
+    if not bool(((error > 0) & torch.isfinite(error)).all()):
+        raise ValueError("a standard error is not positive and finite: such a check cannot be read")
     distance = float(((a - b).abs() / error).max())
     if not distance <= k:
         raise AssertionError(f"{distance:.2f} standard errors away, {k:g} allowed")
@@ -151,13 +157,15 @@ def assert_identity(expr: sp.Expr) -> None:
     AssertionError
         If it is not identically zero.
     ValueError
-        If it is not a rational function, where `cancel` would only try.
+        If it is not a rational function of exact numbers, where `cancel` would only try.
     """
     import sympy as sp
 
     expr = sp.sympify(expr)
     if not expr.is_rational_function(*expr.free_symbols):
         raise ValueError(f"not a rational function of its symbols, so equality cannot be decided: {expr}")
+    if expr.has(sp.Float):
+        raise ValueError(f"holds a rounded number, so equality cannot be decided; use Rational: {expr}")
     rest = sp.cancel(expr)
     if rest != 0:
         raise AssertionError(f"not identically zero: {rest}")
