@@ -1,9 +1,9 @@
 r"""All responses of a causal language model, from its prefix tree.
 
-A response ends with the token ``eos`` or at ``max_len`` tokens, so the responses are the leaves of a finite tree and
-their probabilities sum to 1. A causal model gives the next-token law after *every* prefix of a row at once: one
-forward pass over the open prefixes of length ``max_len - 1`` holds the whole tree, V times fewer rows than there are
-responses.
+A response ends with the token ``eos`` or at ``max_len`` tokens, so the responses are the leaves of a finite
+tree and their probabilities sum to 1. A causal model gives the next-token law after *every* prefix of a row
+at once: one forward pass over the open prefixes of length ``max_len - 1`` holds the whole tree, V times fewer
+rows than there are responses.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class ResponseLaw:
         Returns
         -------
         tuple
-            ``input_ids``: prompt and response, padded on the right with token 0; ``response_mask``: True at the
-            tokens of the response.
+            ``input_ids``: prompt and response, padded on the right with token 0; ``response_mask``: True at
+            the tokens of the response.
 
         Shapes
         ------
@@ -144,7 +144,9 @@ def expected_reward(
     if callable(rewards):
         rewards = torch.tensor([float(rewards(y)) for y in law.responses], dtype=law.probs.dtype)
     if rewards.shape != law.probs.shape:
-        raise ValueError(f"rewards of shape {tuple(rewards.shape)} for {len(law.probs)} responses: give one each")
+        raise ValueError(
+            f"rewards of shape {tuple(rewards.shape)} for {len(law.probs)} responses: give one each"
+        )
     return law.probs @ rewards.to(law.probs)
 
 
@@ -218,7 +220,7 @@ def _response_law(model: nn.Module, prompt: tuple[int, ...], max_len: int, eos: 
 def _leaves(
     prefixes: list[tuple[int, ...]], vocab_size: int, eos: int | None
 ) -> tuple[tuple[tuple[int, ...], ...], list[int]]:
-    """Responses in lexicographic order, and for each a row of ``prefixes`` that starts with all but its last token."""
+    """Responses in order, and for each a row of ``prefixes`` that starts with all but its last token."""
     leaves: dict[tuple[int, ...], int] = {}
     for row, prefix in enumerate(prefixes):
         leaves.update({(*prefix, v): row for v in range(vocab_size)})

@@ -1,10 +1,10 @@
 r"""A small decoder that is exact in float64, and the enumeration of everything it can say.
 
-The architecture is the one of current small language models (RMSNorm, rotary positions, causal attention, gated
-MLP, no biases) and so are the module names, which makes its parameters read like those of a real checkpoint.
-Written out here because the usual implementations cast to float32 inside the norm, the rotary angles and the
-softmax: with those an identity can be checked to 1e-7 only, here to 1e-15. Enumeration works for any causal model
-and lives in `ceilings.prefix_tree`; its functions can be imported from here as well.
+The architecture is the one of current small language models (RMSNorm, rotary positions, causal attention,
+gated MLP, no biases) and so are the module names, which makes its parameters read like those of a real
+checkpoint. Written out here because the usual implementations cast to float32 inside the norm, the rotary
+angles and the softmax: with those an identity can be checked to 1e-7 only, here to 1e-15. Enumeration works
+for any causal model and lives in `ceilings.prefix_tree`; its functions can be imported from here as well.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class TransformerConfig:
     vocab_size
         Number of tokens, V.
     width
-        Width of the residual stream; a multiple of ``2 * heads``, since rotary positions turn pairs of coordinates.
+        Width of the residual stream; a multiple of ``2 * heads``, since rotary positions turn pairs of
+        coordinates.
     depth
         Number of layers.
     heads
@@ -47,8 +48,9 @@ class TransformerConfig:
     tied
         True when the output head *is* the embedding matrix: one parameter, used twice.
     init_scale
-        Every matrix starts with independent normal entries of standard deviation ``init_scale / sqrt(columns)``.
-        1 gives next-token laws that are clearly not uniform; a tenth of it nearly uniform ones.
+        Every matrix starts with independent normal entries of standard deviation ``init_scale /
+        sqrt(columns)``. 1 gives next-token laws that are clearly not uniform; a tenth of it nearly uniform
+        ones.
     rotary_base
         Base of the rotary angles.
 
@@ -73,7 +75,9 @@ class TransformerConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; give a positive number")
         if self.width % (2 * self.heads):
-            raise ValueError(f"width {self.width} is not a multiple of 2 * heads = {2 * self.heads}; change either")
+            raise ValueError(
+                f"width {self.width} is not a multiple of 2 * heads = {2 * self.heads}; change either"
+            )
 
 
 class RMSNorm(nn.Module):
@@ -95,12 +99,16 @@ class Attention(nn.Module):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.heads, self.base = config.heads, config.rotary_base
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (_linear(config.width, config.width) for _ in range(4))
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
+            _linear(config.width, config.width) for _ in range(4)
+        )
 
     def forward(self, x: Tensor, visible: Tensor) -> Tensor:
         """Mix positions; ``visible[n, 0, t, u]`` is True where t may look at u."""
-        q, k, v = (proj(x).unflatten(-1, (self.heads, -1)).transpose(-2, -3)
-                   for proj in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (
+            proj(x).unflatten(-1, (self.heads, -1)).transpose(-2, -3)
+            for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
         q, k = self._rotate(q), self._rotate(k)
         match = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
         attention = match.masked_fill(~visible, -math.inf).softmax(-1)
@@ -159,7 +167,7 @@ class Decoder(nn.Module):
         steps = torch.arange(input_ids.shape[-1], device=input_ids.device)
         visible = (steps[:, None] >= steps)[None, None]
         if attention_mask is not None:
-            # NOTE a padded position still sees itself: a softmax over nothing would be NaN, and NaN times 0 spreads.
+            # NOTE a padded position still sees itself: softmax over nothing is NaN, and NaN times 0 spreads.
             visible = visible & attention_mask.bool()[:, None, None, :] | (steps[:, None] == steps)
         x = self.embed_tokens(input_ids)
         for layer in self.layers:
@@ -177,10 +185,9 @@ class TinyTransformer(nn.Module):
     seed
         Seed of the generator that draws the weights; the global generator is not touched.
 
-    Notes
-    -----
-    A tied head appears once among ``named_parameters()``, as ``model.embed_tokens.weight``; an untied one is
-    ``lm_head.weight``. The flat order of parameters everywhere in this library is that of ``named_parameters()``.
+    Notes ----- A tied head appears once among ``named_parameters()``, as ``model.embed_tokens.weight``; an
+    untied one is ``lm_head.weight``. The flat order of parameters everywhere in this library is that of
+    ``named_parameters()``.
     """
 
     def __init__(self, config: TransformerConfig, seed: int = 0) -> None:
@@ -194,7 +201,9 @@ class TinyTransformer(nn.Module):
         with torch.no_grad():
             for parameter in self.parameters():
                 if parameter.dim() == 2:
-                    parameter.normal_(0.0, config.init_scale / math.sqrt(parameter.shape[1]), generator=generator)
+                    parameter.normal_(
+                        0.0, config.init_scale / math.sqrt(parameter.shape[1]), generator=generator
+                    )
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         r"""Logits of the next token at every position.
