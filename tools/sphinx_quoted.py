@@ -16,8 +16,10 @@ import yaml
 from docutils import nodes
 from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
 from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective, SphinxRole
+from sphinx.util.nodes import make_refnode
 
 __all__ = ["CONFIDENCE", "Quoted", "read_quoted", "setup"]
 
@@ -92,9 +94,9 @@ class QuotedRole(SphinxRole):
         if entry is None or fault:
             logger.warning("quoted number %r %s", self.text, fault, location=self.get_location())
             return [nodes.problematic(self.rawtext, self.text)], []
-        xref = pending_xref("", refdomain="std", reftype="ref", reftarget=anchor(self.text), refexplicit=True)
+        # NOTE: a plain std:ref would keep only the text of its content, and lose the tooltip.
+        xref = pending_xref("", refdomain="", reftype="quoted", reftarget=anchor(self.text))
         xref["refdoc"] = self.env.docname
-        xref["refwarn"] = True
         xref += nodes.abbreviation("", entry.text, explanation=entry.tooltip, classes=["quoted"])
         return [xref], []
 
@@ -144,6 +146,17 @@ def anchor(key: str) -> str:
     return f"quoted-{key}"
 
 
+def resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, content: nodes.Element) -> nodes.Node | None:
+    """Link a number to its row in the table, if the book has the table."""
+    if node["reftype"] != "quoted":
+        return None
+    found = env.domaindata["std"]["anonlabels"].get(node["reftarget"])
+    if found is None:
+        return content
+    document, identifier = found
+    return make_refnode(app.builder, node["refdoc"], document, identifier, content)
+
+
 def quoted_path(app: Sphinx) -> Path:
     """The file of quoted numbers."""
     return Path(app.srcdir) / app.config.quoted_file
@@ -160,4 +173,5 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.add_role("quoted", QuotedRole())
     app.add_directive("quoted-numbers", QuotedNumbers)
     app.connect("builder-inited", load)
+    app.connect("missing-reference", resolve)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
