@@ -4,9 +4,9 @@ For a reward :math:`R` and scores :math:`s` under one law, the policy gradient i
 :math:`g = \operatorname{Cov}(R, s)` and Cauchy-Schwarz gives
 :math:`|g_i| = |\rho_i|\, \sigma(R) \sqrt{F_{ii}} \le \sigma(R) \sqrt{F_{ii}}`.
 
-Every function takes the same three arguments. ``weights`` are the exact probabilities of an enumeration; without
-them each row is one rollout of weight 1/N. Covariance and variances use that one weighting: only then does the
-inequality hold for every finite sample, which is also why checking it on a sample proves nothing.
+Every function takes the same three arguments. ``weights`` are the exact probabilities of an enumeration;
+without them each row is one rollout of weight 1/N. Covariance and variances use that one weighting: only then
+does the inequality hold for every finite sample, which is also why checking it on a sample proves nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = [
     "tightness",
 ]
 
-# A variance this small against the scale of its terms is rounding, not variation: (1e-12)² of the second moment.
+# A variance this small against the second moment of its terms is rounding, not variation: (1e-12)² of it.
 _ZERO_VARIANCE = 1e-24
 
 
@@ -37,25 +37,35 @@ def _weights(rewards: Tensor, scores: Tensor | None, weights: Tensor | None) -> 
         raise ValueError(f"rewards must be a non-empty vector (N,), got shape {tuple(rewards.shape)}")
     # NOTE 1/N in an integer dtype is 0: integer rewards would have variance 0.
     if not rewards.is_floating_point():
-        raise ValueError(f"rewards are {rewards.dtype}: convert them to the floating-point dtype of the scores")
+        raise ValueError(
+            f"rewards are {rewards.dtype}: convert them to the floating-point dtype of the scores"
+        )
     if not bool(torch.isfinite(rewards).all()):
         bad = int((~torch.isfinite(rewards)).nonzero()[0])
         raise ValueError(f"reward {bad} is {float(rewards[bad])}: every response needs a finite reward")
     if scores is not None:
         if scores.ndim != 2 or len(scores) != len(rewards):
-            raise ValueError(f"{len(rewards)} rewards but scores of shape {tuple(scores.shape)}: expected (N, D)")
+            raise ValueError(
+                f"{len(rewards)} rewards but scores of shape {tuple(scores.shape)}: expected (N, D)"
+            )
         if scores.dtype != rewards.dtype:
-            raise ValueError(f"scores are {scores.dtype} and rewards {rewards.dtype}: cast one of them on purpose")
+            raise ValueError(
+                f"scores are {scores.dtype} and rewards {rewards.dtype}: cast one of them on purpose"
+            )
         if not bool(torch.isfinite(scores).all()):
             bad = int((~torch.isfinite(scores)).any(1).nonzero()[0])
-            raise ValueError(f"the score of response {bad} is not finite: a response of probability zero has no score")
+            raise ValueError(
+                f"the score of response {bad} is not finite: a response of probability zero has no score"
+            )
     if weights is None:
         return torch.full_like(rewards, 1 / len(rewards))
     check_probs(weights, "weights")
     if len(weights) != len(rewards):
         raise ValueError(f"{len(weights)} weights for {len(rewards)} rewards")
     if weights.dtype != rewards.dtype:
-        raise ValueError(f"weights are {weights.dtype} and rewards {rewards.dtype}: cast one of them on purpose")
+        raise ValueError(
+            f"weights are {weights.dtype} and rewards {rewards.dtype}: cast one of them on purpose"
+        )
     return weights
 
 
@@ -225,7 +235,7 @@ def signed_tightness(scores: Tensor, rewards: Tensor, weights: Tensor | None = N
 
 
 def tightness(scores: Tensor, rewards: Tensor, weights: Tensor | None = None) -> Tensor:
-    r"""Share of its ceiling that every gradient component uses, :math:`|\rho_i| = |g_i| / (\sigma(R) \sqrt{F_{ii}})`.
+    r"""Share of its ceiling that every gradient component uses, :math:`|g_i| / (\sigma(R) \sqrt{F_{ii}})`.
 
     Parameters
     ----------
@@ -239,8 +249,8 @@ def tightness(scores: Tensor, rewards: Tensor, weights: Tensor | None = None) ->
     Returns
     -------
     Tensor
-        1 means that the reward is affine in that score, 0 that it is uncorrelated with it; NaN where the ceiling
-        is zero.
+        1 means that the reward is affine in that score, 0 that it is uncorrelated with it; NaN where the
+        ceiling is zero.
 
     Shapes
     ------
@@ -365,5 +375,7 @@ def _nested_position(value: Tensor, scores: Tensor, mass: Tensor, prefix: Tensor
     mean_value = _group_sum(mass * value, prefix, prefixes) / total
     mean_score = _group_sum(mass[:, None] * scores, prefix, prefixes) / total[:, None]
     value_variance = _group_sum(mass * (value - mean_value[prefix]).square(), prefix, prefixes) / total
-    score_var = _group_sum(mass[:, None] * (scores - mean_score[prefix]).square(), prefix, prefixes) / total[:, None]
+    score_var = (
+        _group_sum(mass[:, None] * (scores - mean_score[prefix]).square(), prefix, prefixes) / total[:, None]
+    )
     return total @ (value_variance.sqrt()[:, None] * score_var.sqrt())

@@ -56,7 +56,9 @@ def house_plot(
     if ceiling.shape != gradient.shape:
         raise ValueError(f"ceiling has shape {tuple(ceiling.shape)} and gradient {tuple(gradient.shape)}")
     if not bool(torch.isfinite(ceiling).all() and torch.isfinite(gradient).all()):
-        raise ValueError("a ceiling or gradient is NaN or infinite: it would be left out of the figure in silence")
+        raise ValueError(
+            "a ceiling or gradient is NaN or infinite: it would be left out of the figure in silence"
+        )
     positive = ceiling > 0
     if not bool(positive.any()):
         raise ValueError("every ceiling is zero: there is nothing to plot on a logarithmic axis")
@@ -84,7 +86,9 @@ def _roof(ax: Axes) -> None:
     low, high = ax.get_xlim()
     top = ax.get_ylim()[1]
     (line,) = ax.plot([low, high], [low, high], color=COLOURS["ceiling"], lw=1.5, zorder=1)
-    shade = ax.fill_between([low, high], [low, high], [top * 10] * 2, color=COLOURS["ceiling"], alpha=0.10, lw=0)
+    shade = ax.fill_between(
+        [low, high], [low, high], [top * 10] * 2, color=COLOURS["ceiling"], alpha=0.10, lw=0
+    )
     line.set_gid("roof")
     shade.set_gid("roof")
     ax.set_xlim(low, high)

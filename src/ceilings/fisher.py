@@ -1,8 +1,8 @@
 r"""The Fisher information of a policy, always named by its kind.
 
-*Exact*: the expectation is a finite sum over the policy's own law. *Monte-Carlo*: responses are drawn from the
-policy. *Empirical*: responses come from data; it is not an estimate of the Fisher information (Kunstner, Hennig
-and Balles, 2019) and no ceiling holds for it.
+*Exact*: the expectation is a finite sum over the policy's own law. *Monte-Carlo*: responses are drawn from
+the policy. *Empirical*: responses come from data; it is not an estimate of the Fisher information (Kunstner,
+Hennig and Balles, 2019) and no ceiling holds for it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ def _check(probs: Tensor, scores: Tensor) -> None:
         raise ValueError(f"scores are {scores.dtype} and probs {probs.dtype}: cast one of them on purpose")
     if not bool(torch.isfinite(scores).all()):
         bad = int((~torch.isfinite(scores)).any(1).nonzero()[0])
-        raise ValueError(f"the score of response {bad} is not finite: a response of probability zero has no score")
+        raise ValueError(
+            f"the score of response {bad} is not finite: a response of probability zero has no score"
+        )
 
 
 def fisher_matrix(probs: Tensor, scores: Tensor) -> Tensor:

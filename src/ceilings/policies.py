@@ -1,8 +1,8 @@
 r"""Policies small enough to enumerate: every expectation is a finite sum.
 
-Two kinds. A `SoftmaxPolicy` answers with one of :math:`|Y|` options whose logits are any differentiable function
-of the parameters. An `AutoregressivePolicy` answers with a sequence of tokens that may stop early. Both turn a
-parameter vector into an `Enumeration`: all responses with their probabilities and scores.
+Two kinds. A `SoftmaxPolicy` answers with one of :math:`|Y|` options whose logits are any differentiable
+function of the parameters. An `AutoregressivePolicy` answers with a sequence of tokens that may stop early.
+Both turn a parameter vector into an `Enumeration`: all responses with their probabilities and scores.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ def check_probs(probs: Tensor, name: str = "probs") -> None:
         or does not sum to 1 (a truncated support).
     """
     if probs.ndim != 1 or not probs.is_floating_point():
-        raise ValueError(f"{name} must be a floating-point vector (Y,), got {probs.dtype} of shape {tuple(probs.shape)}")
+        raise ValueError(
+            f"{name} must be a floating-point vector (Y,), got {probs.dtype} of shape {tuple(probs.shape)}"
+        )
     if len(probs) == 0:
         raise ValueError(f"{name} is empty: a policy needs at least one response")
     if bool(torch.isnan(probs).any()) or bool((probs < 0).any()):
@@ -76,7 +78,8 @@ class Enumeration:
 
     Shapes
     ------
-    responses Y tuples, probs (Y,), scores (Y, D), token_scores (Y, T, D), token_log_probs (Y, T), lengths (Y,).
+    responses Y tuples, probs (Y,), scores (Y, D), token_scores (Y, T, D), token_log_probs (Y, T),
+    lengths (Y,).
 
     Units
     -----
@@ -100,7 +103,9 @@ class Enumeration:
         check_probs(self.probs)
         if bool((self.probs == 0).any()):
             zero = int((self.probs == 0).nonzero()[0])
-            raise ValueError(f"response {zero} has probability zero, hence no score: leave it out of the support")
+            raise ValueError(
+                f"response {zero} has probability zero, hence no score: leave it out of the support"
+            )
         n = len(self.probs)
         if self.scores.ndim != 2:
             raise ValueError(f"scores must have shape (Y, D), got {tuple(self.scores.shape)}")
@@ -116,7 +121,8 @@ class Enumeration:
                 raise ValueError(f"{n} probabilities but {size} rows in {name}: give one row a response")
         if self.token_scores.ndim != 3 or self.token_scores.shape[2] != self.scores.shape[1]:
             raise ValueError(
-                f"token_scores has shape {tuple(self.token_scores.shape)}; expected (Y, T, D) with D = {self.scores.shape[1]}"
+                f"token_scores has shape {tuple(self.token_scores.shape)}; "
+                f"expected (Y, T, D) with D = {self.scores.shape[1]}"
             )
         if self.token_log_probs.shape != self.token_scores.shape[:2]:
             raise ValueError(
@@ -124,9 +130,13 @@ class Enumeration:
                 f"expected (Y, T) = {tuple(self.token_scores.shape[:2])} as in token_scores"
             )
         if self.lengths.tolist() != [len(y) for y in self.responses]:
-            raise ValueError("lengths must hold the number of tokens of each response, the end token included")
+            raise ValueError(
+                "lengths must hold the number of tokens of each response, the end token included"
+            )
         if len(set(self.responses)) != n:
-            raise ValueError("a response is listed twice: add the probabilities of equal responses, one row a response")
+            raise ValueError(
+                "a response is listed twice: add the probabilities of equal responses, one row a response"
+            )
 
     def rewards(self, reward: Callable[[tuple[int, ...]], float]) -> Tensor:
         """Reward of every response.
@@ -203,7 +213,8 @@ class SoftmaxPolicy:
         # NOTE a -inf logit is a response of probability zero: its log-probability has no derivative.
         if not bool(torch.isfinite(z).all()):
             raise ValueError(
-                "a logit is infinite or NaN: an option of probability zero has no score; leave it out of the support"
+                "a logit is infinite or NaN: an option of probability zero has no score; "
+                "leave it out of the support"
             )
         return torch.log_softmax(z, dim=0)
 
@@ -311,7 +322,9 @@ class AutoregressivePolicy:
             raise ValueError(f"max_len is {max_len}: a response needs at least one token")
         # NOTE an end token outside the vocabulary would never be drawn: every response would run to max_len.
         if eos is not None and not 0 <= eos < features.shape[1]:
-            raise ValueError(f"eos is {eos}, but the {features.shape[1]} tokens are 0 to {features.shape[1] - 1}")
+            raise ValueError(
+                f"eos is {eos}, but the {features.shape[1]} tokens are 0 to {features.shape[1] - 1}"
+            )
         self.features, self.max_len, self.eos = features, max_len, eos
         self.prefixes = self.open_prefixes(features.shape[1], max_len, eos)
         if len(features) != len(self.prefixes):
@@ -344,7 +357,12 @@ class AutoregressivePolicy:
 
     @classmethod
     def random(
-        cls, vocab_size: int, max_len: int, num_parameters: int, generator: torch.Generator, eos: int | None = None
+        cls,
+        vocab_size: int,
+        max_len: int,
+        num_parameters: int,
+        generator: torch.Generator,
+        eos: int | None = None,
     ) -> AutoregressivePolicy:
         """Policy with standard normal features, in float64.
 
@@ -393,9 +411,13 @@ class AutoregressivePolicy:
             If ``theta`` does not match the features in shape or dtype.
         """
         if theta.shape != self.features.shape[2:]:
-            raise ValueError(f"theta has shape {tuple(theta.shape)}; the features expect {tuple(self.features.shape[2:])}")
+            raise ValueError(
+                f"theta has shape {tuple(theta.shape)}; the features expect {tuple(self.features.shape[2:])}"
+            )
         if theta.dtype != self.features.dtype:
-            raise ValueError(f"theta is {theta.dtype} and the features {self.features.dtype}: cast one of them on purpose")
+            raise ValueError(
+                f"theta is {theta.dtype} and the features {self.features.dtype}: cast one of them on purpose"
+            )
         log_probs = torch.log_softmax(self.features @ theta, dim=1)
         mean_features = torch.einsum("pv,pvd->pd", log_probs.exp(), self.features)
         token_scores = self.features - mean_features[:, None, :]  # thm-logits: ∂z_v − E ∂z

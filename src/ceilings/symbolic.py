@@ -1,8 +1,9 @@
 r"""Policies, expectations and scores in SymPy, in a form where equality is *decided*.
 
-Logits enter only through :math:`w = e^\theta > 0`, so that every probability, score and gradient is a rational
-function of ``w`` and the rewards. For rational functions `sympy.cancel` is a decision procedure: it returns 0
-exactly for what is identically 0. Inequalities are shown by certificates: an identity that writes the gap as a sum of squares.
+Logits enter only through :math:`w = e^\theta > 0`, so that every probability, score and gradient is a
+rational function of ``w`` and the rewards. For rational functions `sympy.cancel` is a decision procedure: it
+returns 0 exactly for what is identically 0. Inequalities are shown by certificates: an identity that writes
+the gap as a sum of squares.
 """
 
 from __future__ import annotations
@@ -122,8 +123,10 @@ def covariance(probs: Sequence[sp.Expr], left: Sequence[sp.Expr], right: Sequenc
     return expectation(probs, [(a - mean_left) * (b - mean_right) for a, b in zip(left, right, strict=True)])
 
 
-def lagrange_certificate(probs: Sequence[sp.Expr], left: Sequence[sp.Expr], right: Sequence[sp.Expr]) -> sp.Expr:
-    r"""Sum of squares that equals the gap of Cauchy-Schwarz, :math:`\operatorname{E}a^2 \operatorname{E}b^2 - (\operatorname{E}ab)^2`.
+def lagrange_certificate(
+    probs: Sequence[sp.Expr], left: Sequence[sp.Expr], right: Sequence[sp.Expr]
+) -> sp.Expr:
+    r"""Sum of squares equal to the gap of Cauchy-Schwarz, :math:`\E a^2 \, \E b^2 - (\E ab)^2`.
 
     Parameters
     ----------
@@ -138,13 +141,21 @@ def lagrange_certificate(probs: Sequence[sp.Expr], left: Sequence[sp.Expr], righ
         :math:`\sum_{y<y'} \pi_y \pi_{y'} (a_y b_{y'} - a_{y'} b_y)^2`: visibly non-negative, and zero exactly
         where a and b are proportional on the support.
 
+    Raises
+    ------
+    ValueError
+        If the lengths differ.
+
     References
     ----------
     Lagrange's identity; claim ``thm-ceiling``.
     """
+    if not len(probs) == len(left) == len(right):
+        raise ValueError(f"{len(probs)} probabilities for {len(left)} and {len(right)} values")
     pairs = itertools.combinations(range(len(probs)), 2)
     return sum(
-        (probs[y] * probs[z] * (left[y] * right[z] - left[z] * right[y]) ** 2 for y, z in pairs), sp.Integer(0)
+        (probs[y] * probs[z] * (left[y] * right[z] - left[z] * right[y]) ** 2 for y, z in pairs),
+        sp.Integer(0),
     )
 
 
@@ -163,7 +174,16 @@ def token_tree(first: Sequence[sp.Expr], second: Sequence[Sequence[sp.Expr]]) ->
     -------
     list
         Probabilities of the responses, in the order of the tree.
+
+    Raises
+    ------
+    ValueError
+        If there is not one law a first token.
     """
+    if len(first) != len(second):
+        raise ValueError(
+            f"{len(first)} first tokens but {len(second)} laws of the second: give one each, [] to stop"
+        )
     leaves: list[sp.Expr] = []
     for p, law in zip(first, second, strict=True):
         leaves += [p * q for q in law] if law else [p]

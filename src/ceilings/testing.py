@@ -1,8 +1,8 @@
 """Assertions that say the numbers: for the cells of the book and for the tests.
 
-Exact claims are compared by `assert_equal` in float64, or decided by `assert_identity` in SymPy. Inequalities are
-checked on every coordinate by `assert_at_most`. Sampled claims state their standard error and how many of them
-are allowed.
+Exact claims are compared by `assert_equal` in float64, or decided by `assert_identity` in SymPy. Inequalities
+are checked on every coordinate by `assert_at_most`. Sampled claims state their standard error and how many of
+them are allowed.
 """
 
 from __future__ import annotations
@@ -15,22 +15,40 @@ from torch import Tensor
 if TYPE_CHECKING:
     import sympy as sp
 
-__all__ = ["assert_at_most", "assert_differs", "assert_equal", "assert_identity", "assert_within_standard_errors"]
+__all__ = [
+    "assert_at_most",
+    "assert_differs",
+    "assert_equal",
+    "assert_identity",
+    "assert_within_standard_errors",
+]
+
+
+def _double(value: Tensor | float) -> Tensor:
+    # NOTE a Python number would become float32 by default, good for 7 digits only.
+    return value.double() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+
+
+def _refuse_infinite(*sides: Tensor) -> None:
+    if not all(bool(torch.isfinite(side).all()) for side in sides):
+        raise AssertionError("an entry is infinite: its difference from anything has no size")
 
 
 def _pair(left: Tensor | float, right: Tensor | float) -> tuple[Tensor, Tensor]:
-    a, b = torch.as_tensor(left), torch.as_tensor(right)
+    a, b = _double(left), _double(right)
     if a.shape != b.shape and b.ndim > 0 and a.ndim > 0:
         raise ValueError(f"shapes {tuple(a.shape)} and {tuple(b.shape)} differ")
     for name, x in (("left", a), ("right", b)):
         if x.numel() == 0:
             raise ValueError(f"the {name} side is empty: an assertion over nothing cannot fail")
-        if bool(torch.isnan(x.double()).any()):
+        if bool(torch.isnan(x).any()):
             raise AssertionError(f"the {name} side has a NaN")
-    return a.double(), b.double()
+    return a, b
 
 
-def assert_equal(actual: Tensor | float, expected: Tensor | float, rtol: float = 1e-10, atol: float = 0.0) -> None:
+def assert_equal(
+    actual: Tensor | float, expected: Tensor | float, rtol: float = 1e-10, atol: float = 0.0
+) -> None:
     """Assert that two tensors agree to rounding: ``max|actual − expected| ≤ rtol · max|expected| + atol``.
 
     Parameters
@@ -52,16 +70,14 @@ def assert_equal(actual: Tensor | float, expected: Tensor | float, rtol: float =
         If the shapes differ or a side is empty.
     """
     a, b = _pair(actual, expected)
-    # NOTE an infinite expectation would allow an infinite difference.
-    if not bool(torch.isfinite(a).all() and torch.isfinite(b).all()):
-        raise AssertionError("an entry is infinite: its rounding error has no size")
+    _refuse_infinite(a, b)  # an infinite expectation would allow an infinite difference
     error, allowed = float((a - b).abs().max()), rtol * float(b.abs().max()) + atol
     if not error <= allowed:
         raise AssertionError(f"largest difference {error:.3g} exceeds {allowed:.3g}")
 
 
 def assert_differs(actual: Tensor | float, expected: Tensor | float, by_at_least: float) -> None:
-    """Assert that two tensors differ somewhere by a stated amount: the break of an assumption must be visible.
+    """Assert that two tensors differ somewhere by a stated amount: a broken assumption must be visible.
 
     Parameters
     ----------
@@ -73,14 +89,17 @@ def assert_differs(actual: Tensor | float, expected: Tensor | float, by_at_least
     Raises
     ------
     AssertionError
-        If they are closer than that everywhere, or an entry is NaN.
+        If they are closer than that everywhere, or an entry is NaN or infinite.
     ValueError
         If the shapes differ or a side is empty.
     """
     a, b = _pair(actual, expected)
+    _refuse_infinite(a, b)
     gap = float((a - b).abs().max())
     if not gap >= by_at_least:
-        raise AssertionError(f"largest difference {gap:.3g} is below {by_at_least:.3g}: nothing is broken here")
+        raise AssertionError(
+            f"largest difference {gap:.3g} is below {by_at_least:.3g}: nothing is broken here"
+        )
 
 
 def assert_at_most(lower: Tensor | float, upper: Tensor | float, slack: float = 1e-12) -> None:
@@ -134,9 +153,11 @@ def assert_within_standard_errors(
         If a standard error is not positive and finite, the shapes differ, or a side is empty.
     """
     a, b = _pair(estimate, expected)
-    error = torch.as_tensor(standard_error).double()
+    error = _double(standard_error)
     if error.ndim > 0 and error.shape != (a - b).shape:
-        raise ValueError(f"standard errors of shape {tuple(error.shape)} for estimates of {tuple((a - b).shape)}")
+        raise ValueError(
+            f"standard errors of shape {tuple(error.shape)} for estimates of {tuple((a - b).shape)}"
+        )
     if not bool(((error > 0) & torch.isfinite(error)).all()):
         raise ValueError("a standard error is not positive and finite: such a check cannot be read")
     distance = float(((a - b).abs() / error).max())

@@ -1,0 +1,129 @@
+"""Figures are read back from their artists: what is drawn is what was given, and none of it falls outside."""
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+import torch
+
+from ceilings.figures import COLOURS, STYLE, house_plot, tightness_histogram
+
+F64 = torch.float64
+
+
+def vector(*values):
+    return torch.tensor(values, dtype=F64)
+
+
+@pytest.fixture
+def ax():
+    """Axes without a display."""
+    with mpl.rc_context():
+        plt.switch_backend("Agg")
+        figure, axes = plt.subplots()
+        yield axes
+        plt.close(figure)
+
+
+def clouds(ax):
+    return [line for line in ax.lines if line.get_gid() != "roof"]
+
+
+def roof(ax):
+    return [line for line in ax.lines if line.get_gid() == "roof"], [
+        c for c in ax.collections if c.get_gid() == "roof"
+    ]
+
+
+def inside(ax):
+    (left, right), (bottom, top) = ax.get_xlim(), ax.get_ylim()
+    for line in clouds(ax):
+        x, y = np.asarray(line.get_xdata()), np.asarray(line.get_ydata())
+        assert (x > left).all() and (x < right).all() and (y >= bottom).all() and (y < top).all()
+
+
+def test_the_house_plot_draws_the_absolute_gradient_under_the_line_of_equality(ax):
+    ceiling, gradient = vector(1.0, 0.1, 2.0), vector(0.5, -0.1, 0.0)
+    house_plot(ax, ceiling, gradient, label="g")
+    (cloud,) = clouds(ax)
+    assert np.asarray(cloud.get_xdata()).tolist() == [1.0, 0.1, 2.0]
+    y = np.asarray(cloud.get_ydata())
+    assert y[:2].tolist() == [0.5, 0.1] and y[2] == pytest.approx(ax.get_ylim()[0])
+    assert ax.get_xscale() == ax.get_yscale() == "log"
+    assert "[R]/[θ]" in ax.get_xlabel() and "[R]/[θ]" in ax.get_ylabel()
+    (line,), (shade,) = roof(ax)
+    assert (
+        np.asarray(line.get_xdata()).tolist() == np.asarray(line.get_ydata()).tolist() == list(ax.get_xlim())
+    )
+    vertices = shade.get_paths()[0].vertices
+    assert (vertices[:, 1] >= vertices[:, 0] * (1 - 1e-12)).all()  # only the forbidden side is shaded
+    inside(ax)
+
+
+def test_a_second_cloud_lies_inside_the_axes_under_one_roof(ax):
+    house_plot(ax, vector(1.0, 2.0), vector(0.5, 0.1))
+    house_plot(ax, vector(1e-4, 50.0), vector(1e-5, 40.0), colour=COLOURS["second"])
+    assert len(clouds(ax)) == 2
+    inside(ax)
+    (line,), (shade,) = roof(ax)
+    assert np.asarray(line.get_xdata()).tolist() == list(ax.get_xlim())
+
+
+def test_a_second_smaller_cloud_does_not_narrow_the_axes(ax):
+    house_plot(ax, vector(1e-4, 50.0), vector(1e-5, 40.0))
+    house_plot(ax, vector(1.0, 2.0), vector(0.5, 0.1))
+    inside(ax)
+
+
+def test_a_violation_would_be_seen(ax):
+    house_plot(ax, vector(1.0), vector(100.0))
+    inside(ax)
+
+
+def test_dead_parameters_are_left_out(ax):
+    house_plot(ax, vector(0.0, 1.0), vector(0.0, 0.5))
+    assert np.asarray(clouds(ax)[0].get_xdata()).tolist() == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("ceiling", "gradient", "message"),
+    [
+        (vector(1.0, 2.0), vector(1.0), r"ceiling has shape \(2,\) and gradient \(1,\)"),
+        (vector(0.0, 0.0), vector(0.0, 0.0), "every ceiling is zero"),
+        (vector(1.0, float("nan")), vector(0.5, 0.5), "NaN or infinite"),
+        (vector(1.0, 2.0), vector(0.5, float("nan")), "NaN or infinite"),
+        (vector(1.0, float("inf")), vector(0.5, 0.5), "NaN or infinite"),
+    ],
+)
+def test_a_house_plot_of_nothing_is_refused(ax, ceiling, gradient, message):
+    with pytest.raises(ValueError, match=message):
+        house_plot(ax, ceiling, gradient)
+
+
+def test_the_histogram_gives_every_defined_parameter_the_same_weight(ax):
+    tightness_histogram(ax, vector(0.05, 0.15, 0.15, 1.0, float("nan")), bins=10)
+    (stairs,) = ax.patches
+    counts, edges, _ = stairs.get_data()
+    assert counts.tolist() == [0.25, 0.5, 0, 0, 0, 0, 0, 0, 0, 0.25]
+    assert edges.tolist() == pytest.approx([k / 10 for k in range(11)])
+    assert ax.get_xlim() == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (vector(float("nan")), "no tightness is defined"),
+        (vector(), "no tightness"),
+        (vector(-0.5, 0.5), "absolute value"),
+    ],
+)
+def test_a_histogram_of_nothing_is_refused(ax, values, message):
+    with pytest.raises(ValueError, match=message):
+        tightness_histogram(ax, values)
+
+
+def test_every_meaning_has_its_own_colour_and_the_style_file_is_found():
+    assert len(set(COLOURS.values())) == len(COLOURS)
+    with mpl.rc_context():
+        plt.style.use(STYLE)
+        assert mpl.rcParams["figure.constrained_layout.use"] and mpl.rcParams["savefig.dpi"] == 150
