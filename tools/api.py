@@ -19,15 +19,19 @@ PACKAGE = ROOT / "src" / "ceilings"
 TARGET = ROOT / "book" / "api.md"
 
 # The flow of data (a module imports from none further down), then what serves the chapters and tests.
-ORDER = """policies transformer prefix_tree pretrained tasks rollouts scores score_engine fisher ceiling next_token
-advantages losses training updates adapters checkpoints patch results experiments
-symbolic reference testing notebook figures cli""".split()
+FLOW = """
+policies transformer prefix_tree pretrained tasks rollouts
+moments moments_file scores score_rules score_capture fisher ceiling looseness pullback next_token
+advantages losses training updates adapters checkpoints patch digest results experiments
+symbolic reference testing notebook figures cli
+"""
+ORDER = FLOW.split()  # noqa: SIM905
 
 HEAD = """# The library, module by module
 
-The book is one user of the library `ceilings`; you can be another. `import ceilings` loads almost nothing, so
-import from the modules: `from ceilings.ceiling import tightness`. Bad input raises a `ValueError` that says what
-is wrong and where. Shapes and units stand in each entry, and the letters are those of [the notation](notation.md).
+The book is one user of the library `ceilings`; you can be another. `import ceilings` loads almost nothing,
+so import from the modules: `from ceilings.ceiling import tightness`. Bad input raises a `ValueError` that says
+what is wrong and where. Shapes and units stand in each entry, with the letters of [the notation](notation.md).
 """
 
 SECTION = """
@@ -48,15 +52,15 @@ def modules() -> list[str]:
         if any(part.startswith("_") for part in parts):
             continue
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        names = [node.targets[0].id for node in tree.body if is_name_assignment(node)]
-        if "__all__" in names:
+        if any(assigns(node, "__all__") for node in tree.body):
             found.append(".".join(parts))
     return sorted(found, key=rank)
 
 
-def is_name_assignment(node: ast.stmt) -> bool:
-    """Is this ``NAME = …``?"""
-    return isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+def assigns(node: ast.stmt, name: str) -> bool:
+    """Is this statement ``name = …``?"""
+    targets = node.targets if isinstance(node, ast.Assign) else []
+    return any(isinstance(target, ast.Name) and target.id == name for target in targets)
 
 
 def rank(module: str) -> tuple[int, str]:

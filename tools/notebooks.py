@@ -29,7 +29,16 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from nbformat import NotebookNode
 
-__all__ = ["ChapterError", "chapters", "check", "execute", "mismatch", "paths", "read_text", "unstable_outputs"]
+__all__ = [
+    "ChapterError",
+    "chapters",
+    "check",
+    "execute",
+    "mismatch",
+    "paths",
+    "read_text",
+    "unstable_outputs",
+]
 
 ROOT = Path(__file__).resolve().parents[1]
 BOOK = ROOT / "book"
@@ -54,7 +63,9 @@ NOTEBOOK_METADATA = {
 
 # What must never be stored, since it is different on the next machine or in the next run.
 UNSTABLE = {
-    "a path": re.compile(r"(?<![\w.:/<])/(?:home|root|tmp|usr|opt|var|work|private|Users|mnt|srv)/[\w.-]+|[A-Z]:\\\w+"),
+    "a path": re.compile(
+        r"(?<![\w.:/<])/(?:home|root|tmp|usr|opt|var|work|Users|mnt|srv)/[\w.-]+|[A-Z]:\\\w+"
+    ),
     "an address": re.compile(r"\bat 0x[0-9a-fA-F]{6,}|\b0x[0-9a-fA-F]{9,}"),
     "a temporary name": re.compile(r"ipykernel_\d+|<ipython-input-"),
     "a timing": re.compile(r"\b\d+(?:\.\d+)?\s?(?:ms|µs|us|ns|it/s|s/it|seconds?)\b|\bWall time|\bCPU times"),
@@ -68,7 +79,7 @@ class ChapterError(Exception):
 
 
 def chapters() -> list[str]:
-    """The chapters of the table of contents, in reading order: ``index``, ``identity/ceiling``, …"""
+    """The chapters of the table of contents, in reading order, such as ``identity/ceiling``."""
 
     def files(node: dict[str, Any]) -> Iterator[str]:
         if "root" in node:
@@ -142,7 +153,7 @@ def execute(notebook: NotebookNode, folder: Path) -> int | None:
     with client.setup_kernel():
         for number, cell in enumerate(notebook.cells):
             run_cell(client, cell, number)
-        return peak_memory(client.km.provisioner.pid)
+        return peak_memory(getattr(client.km.provisioner, "pid", None)) if client.km else None
 
 
 def run_cell(client: NotebookClient, cell: NotebookNode, number: int) -> None:
@@ -172,7 +183,7 @@ def plain(text: str) -> str:
     return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 
-def peak_memory(pid: int) -> int | None:
+def peak_memory(pid: int | None) -> int | None:
     """The largest resident size of a process so far, in bytes; None where the system does not say."""
     try:
         status = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
@@ -208,7 +219,7 @@ def too_precise(text: str) -> str | None:
 
 
 def build(name: str) -> None:
-    """Make the notebook of a chapter; nothing is written unless every cell ran and the outputs may be kept."""
+    """Make the notebook of a chapter; nothing is written unless every cell ran and its outputs will keep."""
     source, target = paths(name)
     notebook = read_text(source)
     start = time.perf_counter()

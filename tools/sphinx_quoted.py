@@ -112,7 +112,9 @@ class QuotedNumbers(SphinxDirective):
         table += group
         group += [nodes.colspec(colwidth=width) for width in (20, 30, 50)]
         head = nodes.thead()
-        head += self.row([[nodes.Text(title)] for title in ("Number", "Source", "What it is, and how we know")])
+        head += self.row(
+            [[nodes.Text(title)] for title in ("Number", "Source", "What it is, and how we know")]
+        )
         body = nodes.tbody()
         for key, entry in self.env.app.quoted_numbers.items():  # type: ignore[attr-defined]
             body += self.entry_row(key, entry)
@@ -146,7 +148,9 @@ def anchor(key: str) -> str:
     return f"quoted-{key}"
 
 
-def resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, content: nodes.Element) -> nodes.Node | None:
+def resolve(
+    app: Sphinx, env: BuildEnvironment, node: pending_xref, content: nodes.Element
+) -> nodes.Node | None:
     """Link a number to its row in the table, if the book has the table."""
     if node["reftype"] != "quoted":
         return None
