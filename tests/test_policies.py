@@ -297,6 +297,23 @@ def test_features_that_do_not_fit_the_tree_are_refused(shape, max_len, eos, mess
         AutoregressivePolicy(torch.zeros(shape, dtype=F64), max_len, eos)
 
 
+def test_step_laws_that_do_not_fit_the_tree_are_refused():
+    policy = AutoregressivePolicy.random(3, 1, 2, torch.Generator().manual_seed(0))
+    log_probs = torch.full((1, 3), 1 / 3, dtype=F64).log()
+    with pytest.raises(ValueError, match=r"the tree needs \(P, V\) = \(1, 3\)"):
+        policy.assemble(log_probs[:, :2], policy.features)
+    with pytest.raises(ValueError, match=r"token_scores \(1, 2, 2\)"):
+        policy.assemble(log_probs, policy.features[:, :2])
+
+
+def test_a_token_that_is_never_drawn_takes_its_responses_along():
+    policy = AutoregressivePolicy.random(2, 2, 1, torch.Generator().manual_seed(0))
+    log_probs = torch.tensor([[0.5, 0.5], [1.0, 0.0], [0.25, 0.75]], dtype=F64).log()
+    law = policy.assemble(log_probs, torch.full((3, 2, 1), 1.0, dtype=F64))
+    assert law.responses == ((0, 0), (1, 0), (1, 1))
+    close(law.probs, [0.5, 0.125, 0.375])
+
+
 def test_parameters_that_do_not_fit_the_features_are_refused():
     policy = AutoregressivePolicy.random(3, 1, 2, torch.Generator().manual_seed(0))
     with pytest.raises(ValueError, match=r"theta has shape \(3,\); the features expect \(2,\)"):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 import torch
@@ -332,7 +333,6 @@ class AutoregressivePolicy:
                 f"features for {len(features)} prefixes, but V = {features.shape[1]}, max_len = {max_len}, "
                 f"eos = {eos} has {len(self.prefixes)} open prefixes"
             )
-        self._index = {prefix: p for p, prefix in enumerate(self.prefixes)}
 
     @staticmethod
     def open_prefixes(vocab_size: int, max_len: int, eos: int | None = None) -> tuple[tuple[int, ...], ...]:
@@ -421,24 +421,54 @@ class AutoregressivePolicy:
         log_probs = torch.log_softmax(self.features @ theta, dim=1)
         mean_features = torch.einsum("pv,pvd->pd", log_probs.exp(), self.features)
         token_scores = self.features - mean_features[:, None, :]  # thm-logits: ∂z_v − E ∂z
-        responses = self._responses()
-        shape = (len(responses), self.max_len)
-        step_scores = torch.zeros(*shape, len(theta), dtype=theta.dtype)
-        step_log_probs = torch.zeros(shape, dtype=theta.dtype)
-        for row, response in enumerate(responses):
-            for t, token in enumerate(response):
-                prefix = self._index[response[:t]]
-                step_log_probs[row, t] = log_probs[prefix, token]
-                step_scores[row, t] = token_scores[prefix, token]
+        return self.assemble(log_probs, token_scores)
+
+    def assemble(self, log_probs: Tensor, token_scores: Tensor) -> Enumeration:
+        """Law of the responses, given the law of the next token at every open prefix.
+
+        `enumerate` passes the policy's own; a sampler that bends the next-token law passes another.
+
+        Parameters
+        ----------
+        log_probs
+            Log-probability of every token at every open prefix; −inf for a token that is never drawn there.
+        token_scores
+            Derivative of ``log_probs`` in the parameters; ignored where a token is never drawn.
+
+        Returns
+        -------
+        Enumeration
+            Responses of positive probability, in lexicographic order of the tree.
+
+        Shapes
+        ------
+        log_probs (P, V), token_scores (P, V, D).
+
+        Raises
+        ------
+        ValueError
+            If the shapes do not fit the tree.
+        """
+        if log_probs.shape != self.features.shape[:2] or token_scores.shape[:2] != log_probs.shape:
+            raise ValueError(
+                f"log_probs has shape {tuple(log_probs.shape)} and token_scores {tuple(token_scores.shape)}; "
+                f"the tree needs (P, V) = {tuple(self.features.shape[:2])} and (P, V, D)"
+            )
+        prefix, token, taken = self._steps
+        rows = (log_probs[prefix, token].masked_fill(~taken, 0).sum(1) > -torch.inf).nonzero()[:, 0]
+        prefix, token, taken = prefix[rows], token[rows], taken[rows]
+        step_log_probs = log_probs[prefix, token].masked_fill(~taken, 0)
+        step_scores = token_scores[prefix, token].masked_fill(~taken[:, :, None], 0)
         return Enumeration(
-            responses=responses,
+            responses=tuple(self._responses[int(row)] for row in rows),
             probs=step_log_probs.sum(1).exp(),
             scores=step_scores.sum(1),
             token_scores=step_scores,
             token_log_probs=step_log_probs,
-            lengths=torch.tensor([len(r) for r in responses]),
+            lengths=taken.sum(1),
         )
 
+    @cached_property
     def _responses(self) -> tuple[tuple[int, ...], ...]:
         """Leaves of the tree: prefixes closed by ``eos`` or by length."""
         vocab_size = self.features.shape[1]
@@ -449,3 +479,17 @@ class AutoregressivePolicy:
             if v == self.eos or len(prefix) + 1 == self.max_len
         ]
         return tuple(sorted(closed))
+
+    @cached_property
+    def _steps(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Prefix row and token id of every step of every response, and whether the step is taken."""
+        index = {prefix: p for p, prefix in enumerate(self.prefixes)}
+        shape = (len(self._responses), self.max_len)
+        prefix, token = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
+        taken = torch.zeros(shape, dtype=torch.bool)
+        for row, response in enumerate(self._responses):
+            steps = len(response)
+            prefix[row, :steps] = torch.tensor([index[response[:t]] for t in range(steps)])
+            token[row, :steps] = torch.tensor(response)
+            taken[row, :steps] = True
+        return prefix, token, taken
