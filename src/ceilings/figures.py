@@ -11,7 +11,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["COLOURS", "STYLE", "house_plot", "tightness_histogram"]
+__all__ = ["COLOURS", "STYLE", "draw_roof", "house_plot", "tightness_histogram"]
 
 STYLE: Final = str(files("ceilings").joinpath("book.mplstyle"))
 
@@ -76,11 +76,18 @@ def house_plot(
         ax.set_ylabel(r"gradient $|g_i|$  [R]/[θ]")
     ax.set_xlim(low, high)
     ax.set_ylim(floor, top)
-    _roof(ax)
+    draw_roof(ax)
 
 
-def _roof(ax: Axes) -> None:
-    """Shade the side that no gradient can reach; redraw it when a second cloud widens the axes."""
+def draw_roof(ax: Axes) -> None:
+    """Draw y = x and shade the side above it, which a bounded quantity cannot reach.
+
+    Parameters
+    ----------
+    ax
+        Axes with the bound across and the bounded quantity up, limits already set. A second call, after the limits
+        have changed, draws the roof anew.
+    """
     for artist in [a for a in (*ax.lines, *ax.collections) if a.get_gid() == "roof"]:
         artist.remove()
     low, high = ax.get_xlim()
