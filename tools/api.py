@@ -25,7 +25,7 @@ moments moments_file scores score_rules score_capture fisher ceiling looseness p
 advantages losses training updates adapters checkpoints patch digest results experiments
 symbolic reference testing notebook figures cli
 """
-ORDER = FLOW.split()  # noqa: SIM905
+ORDER = FLOW.split()
 
 HEAD = """# The library, module by module
 

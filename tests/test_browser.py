@@ -1,0 +1,188 @@
+"""Every page in a real browser, wide and narrow, light and dark: no error, no outside request, no sideways scroll."""
+
+import os
+import shutil
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import yaml
+
+from notebooks import ROOT, chapters
+
+FLAGS = """--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking
+--disable-component-update --disable-sync""".split()
+WIDTHS = {"wide": 1280, "narrow": 390}
+SCHEMES = ["light", "dark"]
+
+# axe rules whose violations inside the article come from the theme or from docutils, with the reason.
+THEME_NOISE = {
+    "label-content-name-mismatch": "icon buttons of the theme",
+    "region": "an article alone has no landmarks",
+    "landmark-one-main": "an article alone has no landmarks",
+}
+
+# Parts of the article that are made by others: MathJax's markup, docutils' references, autodoc's signatures.
+NOT_OURS = ["mjx-container", "div.citation-list", "dt.sig"]
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture(scope="module")
+def site(built_book):
+    """The address of a server for the built book."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(built_book)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """A headless Chromium; without one the tests say what to install."""
+    found = os.environ.get("CHROMIUM") or next(
+        filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome"])), None
+    )
+    if not found:
+        pytest.skip(
+            "no browser: install the package chromium (apt-get install chromium), or set CHROMIUM to its path"
+        )
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=found, args=FLAGS)
+        yield chromium
+        chromium.close()
+
+
+def page_names() -> list[str]:
+    """The pages of the table of contents, and those that Sphinx adds."""
+
+    def files(node):
+        return [node[key] for key in ("root", "file") if key in node] + [
+            name
+            for branch in ("parts", "chapters", "sections")
+            for child in node.get(branch, [])
+            for name in files(child)
+        ]
+
+    toc = yaml.safe_load((ROOT / "_toc.yml").read_text(encoding="utf-8"))
+    return [Path(name).with_suffix(".html").as_posix() for name in files(toc)] + [
+        "search.html",
+        "genindex.html",
+    ]
+
+
+def first_chapter() -> str:
+    """A page with code and mathematics."""
+    return next(name for name in chapters() if "/" in name)
+
+
+class Visit:
+    """One page, opened, with everything it complained about and asked for."""
+
+    def __init__(self, browser, site, name, scheme="light", width=1280):
+        self.context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        self.page = self.context.new_page()
+        self.errors, self.foreign = [], []
+        self.page.on("console", lambda message: message.type == "error" and self.errors.append(message.text))
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on("requestfailed", lambda request: self.errors.append(f"not loaded: {request.url}"))
+        self.page.on("request", lambda request: self.note(request.url, site))
+        self.page.goto(f"{site}/{name}", wait_until="load")
+        self.page.evaluate(
+            "() => window.MathJax && MathJax.startup ? MathJax.startup.promise.then(() => 0) : 0"
+        )
+
+    def note(self, url, site):
+        if not url.startswith((site, "data:", "blob:")):
+            self.foreign.append(url)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.context.close()
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("name", page_names())
+def test_page(browser, site, name, scheme, width):
+    with Visit(browser, site, name, scheme, WIDTHS[width]) as visit:
+        assert visit.errors == []
+        assert visit.foreign == []
+        broken = visit.page.eval_on_selector_all(
+            "mjx-merror",
+            "nodes => nodes.map(node => (node.getAttribute('data-mjx-error') || '') + ': ' + node.textContent)",
+        )
+        assert broken == []
+        raw = visit.page.eval_on_selector_all(
+            "article .math", "nodes => nodes.filter(n => !n.querySelector('mjx-container')).length"
+        )
+        assert raw == 0, "mathematics that was not set"
+        excess = visit.page.evaluate(
+            "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+        )
+        assert excess <= 0, f"the page is {excess} px too wide: {widest(visit.page)}"
+        if width == "wide":
+            assert violations(visit.page, scheme) == []
+
+
+def widest(page):
+    """What sticks out on the right."""
+    return page.evaluate(
+        """() => [...document.querySelectorAll('article *')]
+            .filter(e => e.getBoundingClientRect().right > document.documentElement.clientWidth + 1)
+            .slice(0, 3).map(e => e.tagName + '.' + e.className)"""
+    )
+
+
+def violations(page, scheme):
+    """What axe finds in our own content; in the dark only the colours are different."""
+    from axe_playwright_python.sync_playwright import Axe
+
+    if page.locator("article").count() == 0:
+        return []
+    options = {"resultTypes": ["violations"], "rules": {rule: {"enabled": False} for rule in THEME_NOISE}}
+    if scheme == "dark":
+        options = {"resultTypes": ["violations"], "runOnly": ["color-contrast"]}
+    context = {"include": [["article"]], "exclude": [[selector] for selector in NOT_OURS]}
+    found = Axe().run(page, context=context, options=options)
+    return [
+        f"{violation['id']}: {node['html'][:120]}"
+        for violation in found.response["violations"]
+        for node in violation["nodes"][:3]
+    ]
+
+
+def test_search_finds_a_theorem(browser, site):
+    with Visit(browser, site, "search.html?q=covariance") as visit:
+        visit.page.wait_for_selector("#search-results ul.search li a", timeout=15000)
+        links = visit.page.eval_on_selector_all(
+            "#search-results li a", "nodes => nodes.map(node => node.href)"
+        )
+        assert any("gradient_is_a_covariance" in link for link in links), links
+        assert visit.errors == []
+        assert visit.foreign == []
+
+
+def test_a_wrong_macro_is_seen(browser, site):
+    """The page that test_page inspects for mjx-merror would show one: an unknown macro is not printed in red text."""
+    with Visit(browser, site, f"book/{first_chapter()}.html") as visit:
+        visit.page.wait_for_function("() => Boolean(window.MathJax && MathJax.tex2chtml)")
+        html = visit.page.evaluate("MathJax.tex2chtml('\\\\nosuchmacro').outerHTML")
+        assert "merror" in html
+
+
+def test_code_opens_and_closes(browser, site):
+    with Visit(browser, site, f"book/{first_chapter()}.html") as visit:
+        details = visit.page.locator("div.tag_hide-input details").first
+        assert details.get_attribute("open") is None
+        details.locator("summary").click()
+        assert details.locator("div.highlight").is_visible()
