@@ -1,6 +1,6 @@
 r"""Catching what goes into every module and what comes back, and proving that nothing is missed.
 
-`fast_parameters` decides from the autograd graph itself which parameters are read through modules with a rule
+`find_rules` decides from the autograd graph itself which parameters are read through modules with a rule
 and nowhere else. `Capture` then runs one backward pass to activations and hands over, parameter by parameter,
 the terms from which the gradients of single sequences can be formed.
 """
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ceilings.score_rules import Term, rule_for, rule_holds
+from ceilings.score_rules import Rule, Term, rule_for
 
-__all__ = ["Capture", "activations_only", "fast_parameters"]
+__all__ = ["Capture", "activations_only", "find_rules"]
 
 
 @contextmanager
@@ -59,10 +59,10 @@ def activations_only(model: nn.Module) -> Iterator[None]:
             embedding.padding_idx = index
 
 
-def fast_parameters(
+def find_rules(
     model: nn.Module, parameters: dict[str, nn.Parameter], run: Callable[[], Tensor]
-) -> set[str]:
-    """Names of the parameters whose every use is a module call with a rule.
+) -> tuple[dict[nn.Module, Rule], set[str]]:
+    """Rules of the modules; parameters of which every use is a call with a rule.
 
     Parameters
     ----------
@@ -75,22 +75,26 @@ def fast_parameters(
 
     Returns
     -------
-    set
-        The names. A parameter is left out when the graph reads it more often than its modules were called,
-        when a module has no rule, or when the first axis of what it sees is not the sequence.
+    tuple
+        The rules, and the names of the fast parameters. A parameter is not fast when the graph reads it more
+        often than its modules were called, when one of them has no rule for it, or when the first axis of
+        what it sees is not the sequence.
     """
     names = {id(p): name for name, p in parameters.items()}
+    rules: dict[nn.Module, Rule] = {}
     calls: Counter[str] = Counter()
     slow: set[str] = set()
 
     def inspect_call(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        owned = {names[id(p)]: key for key, p in module._parameters.items() if id(p) in names}
         with torch.no_grad():
-            terms = _try_rule(module, args, output)
-        for name, key in owned.items():
-            calls[name] += 1
-            if key not in terms:
-                slow.add(name)
+            rule, covered = _try_rule(module, args, output)
+        if rule is not None:
+            rules[module] = rule
+        for key, parameter in module._parameters.items():
+            if id(parameter) in names:
+                calls[names[id(parameter)]] += 1
+                if key not in covered:
+                    slow.add(names[id(parameter)])
 
     handles = [m.register_forward_hook(inspect_call) for m in model.modules() if len(m._parameters)]
     required = {name: p.requires_grad for name, p in parameters.items()}
@@ -104,7 +108,7 @@ def fast_parameters(
             handle.remove()
         for name, parameter in parameters.items():
             parameter.requires_grad_(required[name])
-    return {name for name in parameters if name not in slow and reads[name] == calls[name]}
+    return rules, {name for name in parameters if name not in slow and reads[name] == calls[name]}
 
 
 class _Tap(torch.autograd.Function):
@@ -129,22 +133,22 @@ class Capture:
 
     Parameters
     ----------
-    model
-        The model, frozen by `activations_only`.
+    rules
+        Rules of the modules of a model that `activations_only` has frozen.
     parameters
-        Those that `fast_parameters` named.
+        The fast ones among its parameters.
     consume
         Called once a parameter with all its terms, as soon as the last of them is known.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        rules: dict[nn.Module, Rule],
         parameters: dict[str, nn.Parameter],
         consume: Callable[[str, list[Term]], None],
     ) -> None:
         self._names = {id(p): name for name, p in parameters.items()}
-        self._model, self._consume = model, consume
+        self._rules, self._consume = rules, consume
         self._calls: Counter[str] = Counter()
         self._terms: dict[str, list[Term]] = {}
         self._handles: list[RemovableHandle] = []
@@ -153,10 +157,7 @@ class Capture:
 
     def __enter__(self) -> Capture:
         """Attach the hooks."""
-        owners = (
-            m for m in self._model.modules() if any(id(p) in self._names for p in m._parameters.values())
-        )
-        self._handles = [m.register_forward_hook(self._tap) for m in owners]
+        self._handles = [m.register_forward_hook(self._tap) for m in self._rules if self._owned(m)]
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -198,7 +199,7 @@ class Capture:
 
     def _record(self, module: nn.Module, inputs: Tensor, cotangent: Tensor) -> None:
         """Turn one returned gradient into terms; consume the parameters that are complete."""
-        terms = _apply_rule(module, inputs, cotangent)
+        terms = _apply(self._rules[module], module, inputs, cotangent)
         for name, key in self._owned(module).items():
             known = self._terms.setdefault(name, [])
             known.append(terms[key])
@@ -206,30 +207,24 @@ class Capture:
                 self._consume(name, self._terms.pop(name))
 
 
-def _apply_rule(module: nn.Module, inputs: Tensor, cotangent: Tensor) -> dict[str, Term]:
+def _apply(rule: Rule, module: nn.Module, inputs: Tensor, cotangent: Tensor) -> dict[str, Term]:
     """Terms of one call, with sequence, position and feature as the only axes and at least float32."""
-    rule = rule_for(module)
-    assert rule is not None  # `fast_parameters` left out every module without one
     cotangent = cotangent.to(torch.promote_types(cotangent.dtype, torch.float32))
-    inputs = inputs.to(cotangent.dtype) if inputs.is_floating_point() else inputs
-    axes = 2 if inputs.is_floating_point() else 1
-    flat_inputs = inputs.flatten(1, -axes) if inputs.dim() > axes else inputs.unsqueeze(1)
-    flat_cotangent = cotangent.flatten(1, -2) if cotangent.dim() > 2 else cotangent.unsqueeze(1)
-    return rule(module, flat_inputs, flat_cotangent)
+    cotangent = cotangent.flatten(1, -2) if cotangent.dim() > 2 else cotangent.unsqueeze(1)
+    if not inputs.is_floating_point():
+        return rule(module, inputs.flatten(1) if inputs.dim() > 1 else inputs.unsqueeze(1), cotangent)
+    inputs = inputs.to(cotangent.dtype)
+    return rule(module, inputs.flatten(1, -2) if inputs.dim() > 2 else inputs.unsqueeze(1), cotangent)
 
 
-def _try_rule(module: nn.Module, args: tuple[Any, ...], output: Any) -> dict[str, Term]:
-    """Terms that the rule of a module would give for a probe; none where its assumptions do not hold."""
-    if (
-        rule_for(module) is None
-        or not args
-        or not isinstance(args[0], Tensor)
-        or not isinstance(output, Tensor)
-    ):
-        return {}
-    if args[0].dim() < 2 or len(args[0]) != len(output) or not rule_holds(module, args[0], output):
-        return {}
-    return _apply_rule(module, args[0], output)
+def _try_rule(module: nn.Module, args: tuple[Any, ...], output: Any) -> tuple[Rule | None, set[str]]:
+    """Rule of a module and the parameters it covers; none where one small call does not fit it."""
+    if not args or not isinstance(args[0], Tensor) or not isinstance(output, Tensor):
+        return None, set()
+    if args[0].dim() < 2 or len(args[0]) != len(output):
+        return None, set()
+    rule = rule_for(module, args[0], output)
+    return rule, set() if rule is None else set(_apply(rule, module, args[0], output))
 
 
 def _reads(logits: Tensor, names: dict[int, str]) -> Counter[str]:

@@ -19,14 +19,33 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["RULES", "FullTerm", "OuterTerm", "RowsTerm", "Rule", "Term", "rule_for", "rule_holds"]
+__all__ = ["RULES", "FullTerm", "OuterTerm", "RowsTerm", "Rule", "Term", "Write", "joined", "rule_for"]
+
+
+Write = Callable[[Tensor, slice, bool], None]
 
 
 class Term(Protocol):
     """Per-sequence gradients of a parameter from one use of it."""
 
-    def add_to(self, block: Tensor, sequences: slice, rows: slice, fresh: bool) -> None:
-        """Add gradients of some sequences and rows to ``block`` (n, rows, columns); overwrite if fresh."""
+    def on_rows(self, rows: slice) -> Write:
+        """Prepare for some rows of the parameter.
+
+        Parameters
+        ----------
+        rows
+            The rows.
+
+        Returns
+        -------
+        Callable
+            ``write(block, sequences, fresh)`` adds the gradients of some sequences to ``block``, or
+            overwrites it when ``fresh``. It is asked for one sequence, or for all rows.
+
+        Shapes
+        ------
+        block (n, rows, columns).
+        """
 
 
 Rule = Callable[[nn.Module, Tensor, Tensor], dict[str, Term]]
@@ -48,10 +67,14 @@ class OuterTerm:
     def __init__(self, left: Tensor, right: Tensor) -> None:
         self.left, self.right = left, right
 
-    def add_to(self, block: Tensor, sequences: slice, rows: slice, fresh: bool) -> None:
-        """Add this use."""
-        left = self.left[sequences, :, rows].transpose(1, 2)
-        block.baddbmm_(left, self.right[sequences], beta=0 if fresh else 1)
+    def on_rows(self, rows: slice) -> Write:
+        """Prepare for some rows: see `Term`."""
+        left, right = self.left[:, :, rows].transpose(1, 2), self.right
+
+        def write(block: Tensor, sequences: slice, fresh: bool) -> None:
+            block.baddbmm_(left[sequences], right[sequences], beta=0 if fresh else 1)
+
+        return write
 
 
 class RowsTerm:
@@ -64,31 +87,58 @@ class RowsTerm:
     values
         What flows back to each.
 
+    Attributes
+    ----------
+    sequences, rows, sums
+        One entry for each row that a sequence looked up, sorted by sequence and row.
+
     Shapes
     ------
-    ids (N, T), values (N, T, columns).
+    ids (N, T), values (N, T, columns); sequences and rows (U,), sums (U, columns).
     """
 
     def __init__(self, ids: Tensor, values: Tensor) -> None:
-        self.rows: list[Tensor] = []
-        self.sums: list[Tensor] = []
-        for sequence_ids, sequence_values in zip(ids, values, strict=True):
-            # A token that occurs twice is one row: its two values are added here, before squaring.
-            rows, where = sequence_ids.unique(return_inverse=True)
-            zeros = values.new_zeros(len(rows), values.shape[-1])
-            self.rows.append(rows)
-            self.sums.append(zeros.index_add_(0, where, sequence_values))
-        self._sorted_rows: list[list[int]] = [r.tolist() for r in self.rows]
+        self._ids, self._values = ids, values
+        self._size = int(ids.max()) + 1
+        number = torch.arange(len(ids), device=ids.device)[:, None]
+        # A token that occurs twice is one row: its two values are added here, before squaring.
+        keys, where = (number * self._size + ids).unique(return_inverse=True)
+        self.sequences, self.rows = keys // self._size, keys % self._size
+        zeros = values.new_zeros(len(keys), values.shape[-1])
+        self.sums = zeros.index_add_(0, where.flatten(), values.flatten(0, 1))
+        self._keys: list[int] = keys.tolist()
 
-    def add_to(self, block: Tensor, sequences: slice, rows: slice, fresh: bool) -> None:
-        """Add this use."""
-        if fresh:
-            block.zero_()
-        for target, n in zip(block, range(sequences.start, sequences.stop), strict=True):
-            first = bisect_left(self._sorted_rows[n], rows.start)
-            last = bisect_left(self._sorted_rows[n], rows.stop)
-            if first < last:
-                target.index_add_(0, self.rows[n][first:last] - rows.start, self.sums[n][first:last])
+    def on_rows(self, rows: slice) -> Write:
+        """Prepare for some rows: see `Term`."""
+        first, last = min(rows.start, self._size), min(rows.stop, self._size)
+
+        def write(block: Tensor, sequences: slice, fresh: bool) -> None:
+            if fresh:
+                block.zero_()
+            # One run of keys, because the block holds either one sequence or all rows.
+            begin = bisect_left(self._keys, sequences.start * self._size + first)
+            end = bisect_left(self._keys, (sequences.stop - 1) * self._size + last)
+            if begin < end:
+                target = (self.sequences[begin:end] - sequences.start) * block.shape[1] + self.rows[begin:end]
+                block.flatten(0, 1).index_add_(0, target - rows.start, self.sums[begin:end])
+
+        return write
+
+
+def joined(terms: list[RowsTerm]) -> RowsTerm:
+    """Several look-ups in one table as one: rows that a sequence met twice are added.
+
+    Parameters
+    ----------
+    terms
+        The look-ups.
+
+    Returns
+    -------
+    RowsTerm
+        Their sum.
+    """
+    return RowsTerm(torch.cat([t._ids for t in terms], dim=1), torch.cat([t._values for t in terms], dim=1))
 
 
 class FullTerm:
@@ -107,10 +157,14 @@ class FullTerm:
     def __init__(self, values: Tensor) -> None:
         self.values = values
 
-    def add_to(self, block: Tensor, sequences: slice, rows: slice, fresh: bool) -> None:
-        """Add this use."""
-        values = self.values[sequences].view(block.shape)
-        block.copy_(values) if fresh else block.add_(values)
+    def on_rows(self, rows: slice) -> Write:
+        """Prepare for the one row there is: see `Term`."""
+
+        def write(block: Tensor, sequences: slice, fresh: bool) -> None:
+            values = self.values[sequences, None]
+            block.copy_(values) if fresh else block.add_(values)
+
+        return write
 
 
 def _linear(module: nn.Module, inputs: Tensor, cotangent: Tensor) -> dict[str, Term]:
@@ -136,9 +190,15 @@ def _layer_norm(module: nn.Module, inputs: Tensor, cotangent: Tensor) -> dict[st
 
 
 def _scaled(module: nn.Module, inputs: Tensor, cotangent: Tensor) -> dict[str, Term]:
-    """y = f(a) + w · h(a) for unknown f and h, as in every RMSNorm: h is y at w = 1 minus y at w = 0."""
+    """y = w · h(a), an RMSNorm with any h: h is y at w = 1."""
+    normalised = _with_weight(module, inputs, 1.0)
+    return {"weight": FullTerm((cotangent * normalised).sum(1))}
+
+
+def _scaled_and_shifted(module: nn.Module, inputs: Tensor, cotangent: Tensor) -> dict[str, Term]:
+    """y = f(a) + w · h(a), as in norms that scale by 1 + w: h is y at w = 1 minus y at w = 0."""
     normalised = _with_weight(module, inputs, 1.0) - _with_weight(module, inputs, 0.0)
-    return {"weight": FullTerm((cotangent * normalised.to(cotangent.dtype)).sum(1))}
+    return {"weight": FullTerm((cotangent * normalised).sum(1))}
 
 
 def _with_weight(module: nn.Module, inputs: Tensor, value: float) -> Tensor:
@@ -157,17 +217,18 @@ RULES: dict[type[nn.Module], Rule] = {
     nn.Linear: _linear,
     nn.Embedding: _embedding,
     nn.LayerNorm: _layer_norm,
-    nn.RMSNorm: _scaled,
 }
 
 
-def rule_for(module: nn.Module) -> Rule | None:
+def rule_for(module: nn.Module, inputs: Tensor, output: Tensor) -> Rule | None:
     """Rule of a module, or None where it has no exact fast one.
 
     Parameters
     ----------
     module
         Any module. A subclass does not inherit the rule of its parent: its ``forward`` may differ.
+    inputs, output
+        One small call of it, on which the assumptions about norms of unknown make are tried out.
 
     Returns
     -------
@@ -178,36 +239,21 @@ def rule_for(module: nn.Module) -> Rule | None:
         return None
     if isinstance(module, nn.LayerNorm) and len(module.normalized_shape) != 1:
         return None
-    if type(module) in RULES:
-        return RULES[type(module)]
     # Norms and GPT-2's Conv1D belong to model libraries; importing one to ask for a class would be dear.
     if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):
         return _transposed_linear
     if type(module).__name__.endswith("RMSNorm") and set(module._parameters) == {"weight"}:
-        return _scaled
-    return None
+        return _norm_rule(module, inputs, output)
+    return RULES.get(type(module))
 
 
-def rule_holds(module: nn.Module, inputs: Tensor, output: Tensor) -> bool:
-    """Whether what a rule assumes about its module is true of one call.
-
-    Parameters
-    ----------
-    module
-        A module that has a rule.
-    inputs, output
-        One call of it.
-
-    Returns
-    -------
-    bool
-        True where the rule may be used. Only the rule for norms assumes anything: that y = f(a) + w · h(a).
-    """
-    if rule_for(module) is not _scaled:
-        return True
+def _norm_rule(module: nn.Module, inputs: Tensor, output: Tensor) -> Rule | None:
+    """Whichever of the two formulas for an RMSNorm reproduces the output."""
     weight = module._parameters["weight"]
     if weight is None or weight.shape != inputs.shape[-1:]:
-        return False
+        return None
     at_zero, at_one = _with_weight(module, inputs, 0.0), _with_weight(module, inputs, 1.0)
     error = (at_zero + weight * (at_one - at_zero) - output).abs().max()
-    return bool(error <= 64 * torch.finfo(output.dtype).eps * output.abs().max())
+    if not bool(error <= 64 * torch.finfo(output.dtype).eps * output.abs().max()):
+        return None
+    return _scaled_and_shifted if bool(at_zero.any()) else _scaled

@@ -7,16 +7,16 @@ one.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ceilings.score_rules import RowsTerm, Term
+from ceilings.score_rules import RowsTerm, Term, joined
 
 __all__ = ["ParameterSums"]
 
-_BLOCK_BYTES: Final = 256 * 1024
+_BLOCK_BYTES: Final = 512 * 1024
 
 
 class ParameterSums:
@@ -64,16 +64,18 @@ class ParameterSums:
         rows, columns = self.scores.shape
         room = max(1, _BLOCK_BYTES * torch.get_num_threads() // self.scores.element_size())
         height = min(rows, max(1, room // columns))
-        depth = max(1, min(len(root_weights), room // (height * columns)))
+        depth = 1 if height < rows else max(1, min(len(root_weights), room // (height * columns)))
         buffer = self.scores.new_empty(depth, height, columns)
         for first in range(0, rows, height):
             some_rows = slice(first, min(first + height, rows))
+            writes = [term.on_rows(some_rows) for term in terms]
+            sums = self._on_rows(some_rows)
             for n in range(0, len(root_weights), depth):
                 some = slice(n, min(n + depth, len(root_weights)))
                 block = buffer[: some.stop - n, : some_rows.stop - first]
-                for number, term in enumerate(terms):
-                    term.add_to(block, some, some_rows, fresh=number == 0)
-                self._add_block(block, some_rows, root_weights[some], rewards[:, some])
+                for number, write in enumerate(writes):
+                    write(block, some, number == 0)
+                sums.add(block, root_weights[some], rewards[:, some])
 
     def add_one(self, score: Tensor, root_weight: float, rewards: Tensor) -> None:
         r"""Add one sequence.
@@ -92,31 +94,39 @@ class ParameterSums:
         rewards (K,).
         """
         block = (root_weight * score.to(self.scores.dtype)).view(1, *self.scores.shape)
-        self._add_block(block, slice(0, len(self.scores)), torch.tensor([root_weight]), rewards[:, None])
+        self._on_rows(slice(None)).add(block, torch.tensor([root_weight]), rewards[:, None])
 
-    def _add_block(self, block: Tensor, rows: slice, root_weights: Tensor, rewards: Tensor) -> None:
-        """Add the scores of a few sequences on a few rows; overwrites the block."""
-        scores, squares, reward_scores = self.scores[rows], self.squares[rows], self.reward_scores[:, rows]
-        if len(block) == 1:
-            scores.add_(block[0], alpha=float(root_weights[0]))
-            squares.addcmul_(block[0], block[0])
-            for target, reward in zip(reward_scores, rewards[:, 0].tolist(), strict=True):
-                target.add_(block[0], alpha=reward)
-            return
-        by_sequence = block.view(len(block), -1).T
-        scores.view(-1).addmv_(by_sequence, root_weights.to(block))
-        for target, reward in zip(reward_scores, rewards.to(block), strict=True):
-            target.view(-1).addmv_(by_sequence, reward)
-        squares.view(-1).add_(by_sequence.square_().sum(1))
+    def _on_rows(self, rows: slice) -> _Part:
+        """Views of the sums."""
+        return _Part(self.scores[rows], self.squares[rows], list(self.reward_scores[:, rows].unbind(0)))
 
     def _add_rows(self, terms: list[RowsTerm], root_weights: Tensor, rewards: Tensor) -> None:
         """Add a table that is only looked up: touch the rows that occur, not the whole table."""
-        for n, root_weight in enumerate(root_weights.tolist()):
-            term = RowsTerm(
-                torch.cat([t.rows[n] for t in terms])[None], torch.cat([t.sums[n] for t in terms])[None]
-            )
-            rows, sums = term.rows[0], term.sums[0]
-            self.scores.index_add_(0, rows, sums, alpha=root_weight)
-            for target, reward in zip(self.reward_scores, rewards[:, n].tolist(), strict=True):
-                target.index_add_(0, rows, sums, alpha=reward)
-            self.squares.index_add_(0, rows, sums.square())
+        term = terms[0] if len(terms) == 1 else joined(terms)
+        weights, coefficients = root_weights.to(term.sums), rewards.to(term.sums)
+        self.scores.index_add_(0, term.rows, term.sums * weights[term.sequences, None])
+        for target, reward in zip(self.reward_scores, coefficients, strict=True):
+            target.index_add_(0, term.rows, term.sums * reward[term.sequences, None])
+        self.squares.index_add_(0, term.rows, term.sums.square())
+
+
+class _Part(NamedTuple):
+    """Some rows of the sums."""
+
+    scores: Tensor
+    squares: Tensor
+    reward_scores: list[Tensor]
+
+    def add(self, block: Tensor, root_weights: Tensor, rewards: Tensor) -> None:
+        """Add the scores of a few sequences; overwrites the block."""
+        if len(block) == 1:
+            self.scores.add_(block[0], alpha=float(root_weights[0]))
+            self.squares.addcmul_(block[0], block[0])
+            for target, reward in zip(self.reward_scores, rewards[:, 0].tolist(), strict=True):
+                target.add_(block[0], alpha=reward)
+            return
+        by_sequence = block.view(len(block), -1).T
+        self.scores.view(-1).addmv_(by_sequence, root_weights.to(block))
+        for target, reward in zip(self.reward_scores, rewards.to(block), strict=True):
+            target.view(-1).addmv_(by_sequence, reward)
+        self.squares.view(-1).addmv_(by_sequence.square_(), torch.ones_like(by_sequence[0]))

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from ceilings.moments import ScoreMoments, Weighting, flatten
-from ceilings.score_capture import Capture, activations_only, fast_parameters
+from ceilings.score_capture import Capture, activations_only, find_rules
 from ceilings.score_inputs import Batch, check_law, check_rewards, check_sequences, trimmed
-from ceilings.score_rules import Term
+from ceilings.score_rules import Rule, Term
 from ceilings.score_sums import ParameterSums
 
 __all__ = ["ScoreAccumulator", "ScoreMoments", "flatten", "score_moments"]
@@ -136,6 +136,7 @@ class ScoreAccumulator:
         accepted = inspect.signature(model.forward).parameters
         self._accepts = {name for name in ("attention_mask", "position_ids", "use_cache") if name in accepted}
         self._sums: dict[str, ParameterSums] = {}
+        self._rules: dict[nn.Module, Rule] = {}
         self._fast: set[str] = set()
         self._count, self._weight_sum = 0, 0.0
         self._weighting: Weighting | None = None
@@ -227,7 +228,7 @@ class ScoreAccumulator:
     def _allocate(self, shift: Tensor, input_ids: Tensor) -> None:
         """Find out which parameters have a rule; make room for the sums."""
         row = input_ids[0].repeat(_PROBE_TOKENS)[:_PROBE_TOKENS].expand(_PROBE_SEQUENCES, -1)
-        self._fast = fast_parameters(
+        self._rules, self._fast = find_rules(
             self.model, self._parameters, lambda: self._logits(row, torch.ones_like(row))
         )
         self._shift = shift
@@ -248,7 +249,7 @@ class ScoreAccumulator:
         def consume(name: str, terms: list[Term]) -> None:
             self._sums[name].add(terms, root_weights, rewards)
 
-        with Capture(self.model, {name: self._parameters[name] for name in self._fast}, consume) as capture:
+        with Capture(self._rules, {name: self._parameters[name] for name in self._fast}, consume) as capture:
             logits = self._logits(batch.inputs, batch.attention)
             capture.backward(logits, _log_prob_cotangent(logits, batch, root_weights))
         slow = [name for name in self._parameters if name not in self._fast]
