@@ -1,0 +1,113 @@
+"""The ledger of claims is what the chapters say, and every claim in it is proved and checked."""
+
+import subprocess
+import sys
+
+import pytest
+
+import claims
+from notebooks import BOOK, ROOT, chapters
+
+# The claims that a chapter owes; a chapter that is not written yet owes nothing.
+OWED = {
+    "identity/small_is_not_sparse": ["prop-not-sparse"],
+    "identity/gradient_is_a_covariance": ["thm-zero-mean", "thm-covariance"],
+    "identity/ceiling": ["thm-ceiling", "thm-logits", "cor-bounded"],
+    "identity/tokens": ["thm-tokens", "thm-nested", "thm-prompts"],
+    "identity/assumptions": ["prop-assumptions"],
+    "looseness/forced": ["thm-joint", "thm-energy"],
+}
+LEDGER = claims.collect()
+# What a chapter may rest on alone: a measurement supports a claim and proves nothing.
+DECIDING = {"symbolic", "enumerated"}
+
+every_claim = pytest.mark.parametrize("claim", LEDGER.values(), ids=lambda claim: claim.label)
+
+
+def test_ledger_is_in_step_with_the_chapters():
+    assert (BOOK / "claims.md").read_text(encoding="utf-8") == claims.page(), "run: make claims"
+
+
+@every_claim
+def test_claim_is_proved_in_its_chapter(claim):
+    assert claim.proof is not None
+
+
+@every_claim
+def test_claim_is_asserted_by_a_cell_of_its_chapter(claim):
+    here = {kind for kind, chapter in claim.checks if chapter == claim.chapter}
+    assert here & DECIDING, f"{claim.label} needs a symbolic or an enumerated check in {claim.chapter}"
+    assert {kind for kind, _ in claim.checks} <= set(claims.KINDS)
+
+
+@every_claim
+def test_claim_stands_in_words(claim):
+    assert claims.words().get(claim.label), f"add a sentence for {claim.label} to book/claims.yml"
+
+
+def test_no_sentence_without_a_claim():
+    assert set(claims.words()) == set(LEDGER)
+
+
+@pytest.mark.parametrize("chapter", [chapter for chapter in OWED if chapter in chapters()])
+def test_chapter_states_what_it_owes(chapter):
+    assert set(OWED[chapter]) <= {claim.label for claim in claims.stated(chapter)}
+
+
+def test_every_proof_belongs_to_a_claim():
+    for chapter in chapters():
+        proved = [claim for claim in claims.stated(chapter) if claim.proof]
+        assert claims.proofs(chapter) == len(proved), chapter
+
+
+def test_every_statement_has_a_label():
+    for chapter in chapters():
+        text = (BOOK / f"{chapter}.md").read_text(encoding="utf-8")
+        statements = [
+            opening for opening in claims.FENCE.finditer(text) if opening["kind"] in claims.STATES.split("|")
+        ]
+        assert len(statements) == len(claims.stated(chapter)), chapter
+
+
+@pytest.fixture
+def small_book(tmp_path, monkeypatch):
+    """A book of one chapter whose text a test may choose."""
+
+    def write(text):
+        (tmp_path / "one.md").write_text(text, encoding="utf-8")
+        return claims.collect()
+
+    monkeypatch.setattr(claims, "chapters", lambda: ["one"])
+    monkeypatch.setattr(claims, "paths", lambda name: (tmp_path / f"{name}.md", tmp_path / f"{name}.ipynb"))
+    monkeypatch.setattr(claims, "tested", lambda: [])
+    return write
+
+
+STATEMENT = "# One\n\n```{prf:theorem} A title\n:label: thm-one\n\nA statement.\n```\n"
+PROOF = "\n```{prf:proof}\nAn argument.\n```\n"
+CHECK = "\n```{code-cell} ipython3\n---\nclaims: {thm-one: symbolic}\n---\nassert True\n```\n"
+
+
+def test_statement_proof_and_check_are_found(small_book):
+    (claim,) = small_book(STATEMENT + PROOF + CHECK).values()
+    assert (claim.title, claim.proof, claim.checks) == ("A title", "proved", [("symbolic", "one")])
+
+
+def test_missing_proof_and_sketch_are_told_apart(small_book):
+    assert small_book(STATEMENT)["thm-one"].proof is None
+    assert (
+        small_book(STATEMENT + PROOF.replace("{prf:proof}", "{prf:proof} (Sketch)"))["thm-one"].proof
+        == "sketch"
+    )
+
+
+def test_check_of_an_unknown_claim_is_refused(small_book):
+    with pytest.raises(ValueError, match="a cell checks thm-two, which no chapter states"):
+        small_book(STATEMENT + PROOF + CHECK.replace("thm-one", "thm-two"))
+
+
+def test_command_tells_when_the_ledger_is_stale():
+    run = subprocess.run(
+        [sys.executable, "tools/claims.py", "check"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stdout
