@@ -18,6 +18,7 @@ from transformers import (
 from ceilings.next_token import NextToken, next_token_moments
 from ceilings.pretrained import load_pretrained
 from ceilings.pullback import PullBack
+from ceilings.reference import logit_derivative
 from ceilings.testing import assert_at_most, assert_equal
 from test_pretrained import require_built_in
 
@@ -362,31 +363,13 @@ def test_real_model_agrees_with_differences_of_its_own_logits_over_all_words(rea
     rewards = torch.zeros(len(law.probs))
     rewards[7188] = 1.0
     gradient = law.gradient(rewards)
-    parameters = dict(model.named_parameters())
     for name, place in PLACES:
-        slope = _logit_slope(model, prompt, parameters[name], place)
+        slope = logit_derivative(model, prompt, name, place)
         score = slope - law.probs @ slope
         assert math.isclose(fisher[name][place].item(), float(law.probs @ score.square()), rel_tol=2e-3), name
         ceiling = math.sqrt(float(law.probs @ score.square() * law.probs[7188] * (1 - law.probs[7188])))
         # NOTE relative to the ceiling: a gradient near zero has no relative accuracy.
         assert abs(float(gradient[name][place] - law.probs[7188] * score[7188])) < 2e-3 * ceiling, name
-
-
-def _logit_slope(model, prompt, parameter, place):
-    """∂z of all words in one entry by forward-mode differentiation: no backward pass, no score."""
-    name = next(n for n, p in model.named_parameters() if p is parameter)
-    direction = torch.zeros_like(parameter)
-    direction[place] = 1.0
-
-    def logits(weight):
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
-        with sdpa_kernel(SDPBackend.MATH):
-            return torch.func.functional_call(
-                model, {name: weight}, (prompt[None],), {"use_cache": False}
-            ).logits[0, -1]
-
-    return torch.func.jvp(logits, (parameter.detach(),), (direction,))[1].double()
 
 
 def test_real_model_gradient_is_that_of_plain_differentiation(real):

@@ -7,7 +7,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ceilings.top_sets import concentration, overlap, quantiles, stratified_sample, take, top_level
+from ceilings.top_sets import (
+    chance_overlap,
+    concentration,
+    overlap,
+    quantiles,
+    sampled_overlap,
+    stratified_sample,
+    take,
+    top_level,
+)
 
 SHARES = [0.0, 0.001, 0.3, 0.5, 0.9, 0.99, 1.0]
 
@@ -47,6 +56,27 @@ def test_overlap_of_equal_disjoint_and_independent_sets():
     y = heavy_tailed(20_000, seed=1)
     expected = len(set(x.topk(200).indices.tolist()) & set(y.topk(200).indices.tolist())) / 200
     assert math.isclose(overlap([x], [y], 0.01), expected)
+
+
+def test_chance_keeps_the_counts_of_tensors_or_rows():
+    # Two tensors, the top set wholly in the first; one row of it, for the finer chance.
+    a = torch.cat([torch.rand(10, generator=torch.Generator().manual_seed(3)) + 1, torch.zeros(90)]).view(
+        10, 10
+    )
+    first, second = [a.float(), torch.zeros(10, 10)], [a.flip(1).float(), torch.zeros(10, 10)]
+    assert overlap(first, first, 0.05) == 1.0
+    assert math.isclose(chance_overlap(first, second, 0.05), 10 * 10 / 100 / 10, rel_tol=1e-9)
+    assert math.isclose(chance_overlap(first, second, 0.05, by_row=True), 10 * 10 / 10 / 10, rel_tol=1e-9)
+
+
+def test_sampled_overlap_is_the_overlap_of_the_sample():
+    x, y = heavy_tailed(20_000), heavy_tailed(20_000, seed=1)
+    both = sampled_overlap(torch.stack([x, y]), x, 0.01)
+    assert both.tolist() == [1.0, overlap([y], [x], 0.01)]
+    assert sampled_overlap(torch.stack([x, y]), torch.stack([y, y]), 0.01).tolist() == [
+        overlap([x], [y], 0.01),
+        1.0,
+    ]
 
 
 def test_concentration_is_exact_on_the_bfloat16_grid_and_close_between():

@@ -16,6 +16,7 @@ from ceilings.moments import ScoreMoments
 __all__ = [
     "brute_force_enumeration",
     "finite_difference_gradient",
+    "logit_derivative",
     "loop_score_moments",
     "per_sequence_scores",
 ]
@@ -178,3 +179,51 @@ def brute_force_enumeration(
                 probability *= float(next_token_probs(y[:t])[token])
             law[y] = probability
     return law
+
+
+def logit_derivative(model: nn.Module, input_ids: Tensor, name: str, place: tuple[int, ...]) -> Tensor:
+    r"""Derivative of every next-token logit in one parameter, by forward-mode differentiation.
+
+    Parameters
+    ----------
+    model
+        A causal language model of `transformers`.
+    input_ids
+        The prompt.
+    name, place
+        The parameter: its tensor's name and its index there.
+
+    Returns
+    -------
+    Tensor
+        :math:`\partial_i z`, float64.
+
+    Shapes
+    ------
+    input_ids (T,) -> (V,).
+
+    Units
+    -----
+    1/[θ].
+
+    Notes
+    -----
+    No backward pass and no score is involved; with :math:`F_{ii} = \operatorname{Var}_\pi(\partial_i z)` it gives one
+    entry of the Fisher diagonal over the whole vocabulary.
+
+    References
+    ----------
+    Claim ``thm-logits``.
+    """
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    weight = dict(model.named_parameters())[name].detach()
+    direction = torch.zeros_like(weight)
+    direction[place] = 1
+
+    def logits(w: Tensor) -> Tensor:
+        keywords = {"input_ids": input_ids[None], "use_cache": False}
+        return torch.func.functional_call(model, {name: w}, (), keywords).logits[0, -1]
+
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no forward mode
+        return torch.func.jvp(logits, (weight,), (direction,))[1].double()

@@ -13,7 +13,16 @@ from typing import Final
 import torch
 from torch import Tensor
 
-__all__ = ["concentration", "overlap", "quantiles", "stratified_sample", "take", "top_level"]
+__all__ = [
+    "chance_overlap",
+    "concentration",
+    "overlap",
+    "quantiles",
+    "sampled_overlap",
+    "stratified_sample",
+    "take",
+    "top_level",
+]
 
 _BUCKETS: Final = 2**15  # patterns of the upper half of a non-negative float32
 _BLOCK: Final = 2**22
@@ -118,6 +127,67 @@ def overlap(first: Sequence[Tensor], second: Sequence[Tensor], share: float) -> 
             f"ties: the two top sets hold {sizes / 2:.0f} entries on average where {size} were asked for"
         )
     return 2 * both / sizes
+
+
+def chance_overlap(
+    first: Sequence[Tensor], second: Sequence[Tensor], share: float, by_row: bool = False
+) -> float:
+    """Overlap to expect of two top sets that agree only in how many entries each tensor contributes.
+
+    Parameters
+    ----------
+    first, second
+        Non-negative float32 numbers, tensor by tensor about the same parameters.
+    share
+        Size of both top sets as a share of all entries.
+    by_row
+        Keep the counts of each row of a matrix, not only those of each tensor.
+
+    Returns
+    -------
+    float
+        Exact expectation of `overlap` if within each tensor (or row) the members were drawn at random.
+    """
+    levels = top_level(first, share), top_level(second, share)
+    both = sizes = 0.0
+    for a, b in zip(first, second, strict=True):
+        rows = (len(a), -1) if by_row and a.ndim > 1 else (1, -1)
+        in_a, in_b = (a >= levels[0]).reshape(rows), (b >= levels[1]).reshape(rows)
+        counts = in_a.sum(1).double(), in_b.sum(1).double()
+        both += float((counts[0] * counts[1]).sum()) / in_a.shape[1]
+        sizes += float(counts[0].sum() + counts[1].sum())
+    return 2 * both / sizes
+
+
+def sampled_overlap(first: Tensor, second: Tensor, share: float) -> Tensor:
+    """Overlap of top sets among sampled parameters, for many draws at once.
+
+    Parameters
+    ----------
+    first
+        One draw a row.
+    second
+        What every draw is compared with, or one such row a draw.
+    share
+        Size of the top sets as a share of the sample.
+
+    Returns
+    -------
+    Tensor
+        One overlap a draw.
+
+    Shapes
+    ------
+    first (K, M), second (M,) or (K, M) -> (K,).
+
+    Notes
+    -----
+    A sample of M parameters knows an overlap p of their top sets to about √(p(1 − p)/(share · M)).
+    """
+    size = max(round(share * first.shape[-1]), 1)
+    rows = zip(first, second.expand_as(first), strict=True)
+    hits = [torch.isin(a.topk(size).indices, b.topk(size).indices).sum() for a, b in rows]
+    return torch.stack(hits).double() / size
 
 
 def concentration(values: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
