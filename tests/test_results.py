@@ -254,7 +254,12 @@ def test_a_slice_is_compared_seed_by_seed(record):
         Config(seeds=(2, 1)), {"a": {"x": [2.00001, math.nan]}}, 0.0, name="forced", dtype=torch.float64
     )
     assert_reproduces(part, record)
-    for wrong in ({"a": {"x": [2.001, math.nan]}}, {"a": {"x": [2.0, 0.0]}}, {"a": {"n": [3, 3]}}):
+    for wrong in (
+        {"a": {"x": [2.001, math.nan]}},
+        {"a": {"x": [2.0, 0.0]}},
+        {"a": {"x": [math.nan, math.nan]}},
+        {"a": {"n": [3, 3]}},
+    ):
         part = Record.of_run(Config(seeds=(2, 1)), wrong, 0.0, name="forced", dtype=torch.float64)
         with pytest.raises(AssertionError, match="in the record"):
             assert_reproduces(part, record)
