@@ -7,7 +7,7 @@ ENV := $(VENV)/made
 NAMES ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help env book serve notebooks test lint claims api mutate constraints clean
+.PHONY: help env book serve notebooks test lint claims api readme mutate constraints clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,12 +40,16 @@ lint: $(ENV)  ## format, style, types and spelling
 	@$(BIN)/mypy
 	@$(BIN)/codespell
 	@$(BIN)/python tools/links.py
+	@echo "lint: nothing to report"
 
 claims: $(ENV)  ## write the ledger of claims, book/claims.md
 	@$(BIN)/python tools/claims.py build
 
 api: $(ENV)  ## write the page of the library, book/api.md
 	@$(BIN)/python tools/api.py build
+
+readme: $(ENV)  ## draw the figure of the README and write its table of chapters
+	@$(BIN)/python tools/readme.py
 
 mutate: $(ENV)  ## break things on purpose, one at a time: does a check see each?
 	@$(BIN)/python tools/mutate.py
