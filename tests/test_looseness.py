@@ -124,6 +124,7 @@ def test_eight_scores_of_rank_eight_can_all_be_nearly_tight():
     assert len(looseness.fisher_spectrum(law.scores, law.probs)) == 8
 
 
+@pytest.mark.claim("cor-average-reward")
 @pytest.mark.parametrize("seed", SEEDS[:8])
 def test_over_an_orthonormal_basis_of_rewards_each_parameter_spends_one(seed):
     law, _ = random_case(seed)
