@@ -241,6 +241,14 @@ def test_a_dead_parameter_has_no_tightness_and_both_sides_are_zero():
     assert float(score_reward_covariance(*batch)[4]) == 0.0 and float(gradient_ceiling(*batch)[4]) == 0.0
 
 
+@pytest.mark.parametrize("n", [3, 6, 7, 10, 13])
+def test_a_score_that_is_constant_up_to_rounding_has_no_tightness(n):
+    rewards = torch.randn(n, generator=torch.Generator().manual_seed(n), dtype=F64)
+    weights = torch.rand(n, generator=torch.Generator().manual_seed(n), dtype=F64)
+    scores = torch.full((n, 1), 0.1, dtype=F64)  # rounding alone gives it a variance of about 1e-34
+    assert bool(torch.isnan(tightness(scores, rewards, weights / weights.sum())).all())
+
+
 def test_small_variances_do_not_underflow_together():
     scores = torch.tensor([[1e-15], [-1e-15]], dtype=torch.float32)
     rewards = torch.tensor([1e-6, -1e-6], dtype=torch.float32)
