@@ -168,12 +168,12 @@ class FullTerm:
 
 
 def _linear(module: nn.Module, inputs: Tensor, cotangent: Tensor) -> dict[str, Term]:
-    """y = W a + b."""
+    """Affine map, y = W a + b."""
     return {"weight": OuterTerm(cotangent, inputs), "bias": FullTerm(cotangent.sum(1))}
 
 
 def _transposed_linear(module: nn.Module, inputs: Tensor, cotangent: Tensor) -> dict[str, Term]:
-    """y = Wᵀ a + b: the layout of GPT-2's Conv1D."""
+    """Affine map stored transposed, y = Wᵀ a + b: the layout of GPT-2's Conv1D."""
     return {"weight": OuterTerm(inputs, cotangent), "bias": FullTerm(cotangent.sum(1))}
 
 
@@ -183,20 +183,20 @@ def _embedding(module: nn.Module, inputs: Tensor, cotangent: Tensor) -> dict[str
 
 
 def _layer_norm(module: nn.Module, inputs: Tensor, cotangent: Tensor) -> dict[str, Term]:
-    """y = w · standardised(a) + b."""
+    """Standardise, scale, shift: y = w · h(a) + b."""
     assert isinstance(module, nn.LayerNorm)
     normalised = functional.layer_norm(inputs, module.normalized_shape, eps=module.eps)
     return {"weight": FullTerm((cotangent * normalised).sum(1)), "bias": FullTerm(cotangent.sum(1))}
 
 
 def _scaled(module: nn.Module, inputs: Tensor, cotangent: Tensor) -> dict[str, Term]:
-    """y = w · h(a), an RMSNorm with any h: h is y at w = 1."""
+    """Scale: y = w · h(a), an RMSNorm with any h, which is y at w = 1."""
     normalised = _with_weight(module, inputs, 1.0)
     return {"weight": FullTerm((cotangent * normalised).sum(1))}
 
 
 def _scaled_and_shifted(module: nn.Module, inputs: Tensor, cotangent: Tensor) -> dict[str, Term]:
-    """y = f(a) + w · h(a), as in norms that scale by 1 + w: h is y at w = 1 minus y at w = 0."""
+    """Scale by 1 + w: y = f(a) + w · h(a), where h is y at w = 1 minus y at w = 0."""
     normalised = _with_weight(module, inputs, 1.0) - _with_weight(module, inputs, 0.0)
     return {"weight": FullTerm((cotangent * normalised).sum(1))}
 

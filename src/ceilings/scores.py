@@ -274,10 +274,8 @@ class ScoreAccumulator:
 
 
 def _log_prob_cotangent(logits: Tensor, batch: Batch, root_weights: Tensor) -> Tensor:
-    r"""Gradient of :math:`\sum_n \sqrt{w_n} \log \pi(y_n)` in the logits: :math:`\sqrt{w_n}(e_y - \pi)`.
-
-    NOTE the square root: every block of the engine is then :math:`\sqrt{w} s`, whose square carries w.
-    """
+    r"""Gradient of :math:`\sum_n \sqrt{w_n} \log \pi(y_n)` in the logits: :math:`\sqrt{w_n}(e_y - \pi)`."""
+    # NOTE the square root: every block of the engine is then √w s, whose square carries w.
     wide = torch.promote_types(logits.dtype, torch.float32)
     cotangent = logits.detach().softmax(-1, dtype=wide).neg_()
     cotangent.scatter_add_(-1, batch.targets[..., None], torch.ones_like(cotangent[..., :1]))
