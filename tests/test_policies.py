@@ -304,6 +304,8 @@ def test_step_laws_that_do_not_fit_the_tree_are_refused():
         policy.assemble(log_probs[:, :2], policy.features)
     with pytest.raises(ValueError, match=r"token_scores \(1, 2, 2\)"):
         policy.assemble(log_probs, policy.features[:, :2])
+    with pytest.raises(ValueError, match=r"log_probs has shape \(1, 2\)"):
+        policy.assemble(log_probs[:, :2], policy.features[:, :2])
 
 
 def test_a_token_that_is_never_drawn_takes_its_responses_along():

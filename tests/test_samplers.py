@@ -46,6 +46,8 @@ def test_one_step_in_exact_fractions(sampler, weights):
 def test_a_tie_at_the_cut_goes_to_the_lower_token():
     logits = torch.tensor([[0.0, 1.0, 0.0, 0.0]], dtype=F64)
     assert (Sampler(top_k=2).log_probs(logits) > -torch.inf).tolist() == [[True, True, False, False]]
+    kept = Sampler(top_k=3).log_probs(torch.zeros(1, 5000, dtype=F64)) > -torch.inf
+    assert kept[0].nonzero()[:, 0].tolist() == [0, 1, 2]
 
 
 def case(seed, eos=0):
