@@ -122,9 +122,9 @@ def collect() -> dict[str, Claim]:
                 raise ValueError(f"book/{chapter}.md: a cell checks {label}, which no chapter states")
             claims[label].checks.append((kind, chapter))
     for label, test in tested():
-        if label not in claims:
-            raise ValueError(f"{test} backs {label}, which no chapter states")
-        claims[label].tests.append(test)
+        # A test may run ahead of its chapter; that its label is a planned one is checked by the tests of the ledger.
+        if label in claims:
+            claims[label].tests.append(test)
     return claims
 
 
@@ -148,9 +148,9 @@ def behind(claim: Claim) -> str:
         for chapter in dict.fromkeys(where):
             elsewhere = f" in [{heading(chapter)}]({chapter}.md)" if chapter != claim.chapter else ""
             plural = "s" if kind == "counterexample" and where.count(chapter) > 1 else ""
-            parts.append(f"{where.count(chapter)} {kind}{plural}{elsewhere}")
+            parts.append(f"{where.count(chapter)}\u00a0{kind}{plural}{elsewhere}")
     if claim.tests:
-        parts.append(f"{len(claim.tests)} in the tests")
+        parts.append(f"{len(claim.tests)}\u00a0in\u00a0the\u00a0tests")
     return ", ".join(parts)
 
 
