@@ -146,6 +146,12 @@ def test_the_page_of_the_library_lists_every_module():
     assert (BOOK / "api.md").read_text(encoding="utf-8") == api.page(), "run: make api"
 
 
+def test_headings_of_docstrings_stand_on_their_own_lines():
+    run_in = re.compile(r"^ *(?:Parameters|Returns|Shapes|Units|Raises|Notes|References) -{3,}", re.MULTILINE)
+    sources = sorted((ROOT / "src").rglob("*.py"))
+    assert [path.name for path in sources if run_in.search(path.read_text(encoding="utf-8"))] == []
+
+
 def texts() -> list[Path]:
     return sorted(BOOK.rglob("*.md"))
 

@@ -84,7 +84,9 @@ class ScoreMoments:
     version
         Version of this layout.
 
-    Shapes ------ scores and squares as the parameter; reward_scores (K, *parameter); reward_shift,
+    Shapes
+    ------
+    scores and squares as the parameter; reward_scores (K, *parameter); reward_shift,
     reward_sum, reward_squares (K,).
 
     Units
@@ -225,7 +227,9 @@ class ScoreMoments:
         -----
         [R]/[θ].
 
-        Notes ----- Both means come from the responses summed over, so the baseline is their own mean: for N
+        Notes
+        -----
+        Both means come from the responses summed over, so the baseline is their own mean: for N
         samples this is (N − 1)/N of an unbiased estimate, and Cauchy-Schwarz holds exactly.
 
         References
@@ -412,7 +416,9 @@ class ScoreMoments:
         path
             Where to. An existing file is replaced only once the new one is complete.
 
-        Notes ----- Tensors are ``scores/NAME``, ``squares/NAME``, ``reward_scores/NAME`` and the reward sums;
+        Notes
+        -----
+        Tensors are ``scores/NAME``, ``squares/NAME``, ``reward_scores/NAME`` and the reward sums;
         the rest is JSON in the file's metadata under ``ceilings``.
         """
         tensors = {f"{part}/{name}": t for part in _PARTS for name, t in getattr(self, part).items()}

@@ -185,7 +185,9 @@ class TinyTransformer(nn.Module):
     seed
         Seed of the generator that draws the weights; the global generator is not touched.
 
-    Notes ----- A tied head appears once among ``named_parameters()``, as ``model.embed_tokens.weight``; an
+    Notes
+    -----
+    A tied head appears once among ``named_parameters()``, as ``model.embed_tokens.weight``; an
     untied one is ``lm_head.weight``. The flat order of parameters everywhere in this library is that of
     ``named_parameters()``.
     """
