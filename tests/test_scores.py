@@ -318,6 +318,16 @@ def test_the_pad_row_of_an_embedding_is_differentiated_like_any_other(exact_llam
     assert embedding.padding_idx == 0
 
 
+def test_the_pad_row_is_differentiated_on_the_slow_path_too():
+    torch.manual_seed(0)
+    model = Odd(functional_head=True)
+    plain = score_moments(model, *random_batch())
+    model.tokens.padding_idx = 0
+    again = score_moments(model, *random_batch())
+    assert "tokens.weight" in again.slow_parameters and model.tokens.padding_idx == 0
+    assert_same_sums(again, plain, rtol=1e-14)
+
+
 def test_portions_add_up_and_the_last_partial_batch_is_not_lost():
     model, (ids, mask, rewards) = tiny(), random_batch(n=11, rewards=1)
     accumulator = ScoreAccumulator(model, batch_size=4)
