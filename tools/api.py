@@ -20,7 +20,7 @@ TARGET = ROOT / "book" / "api.md"
 
 # The flow of data (a module imports from none further down), then what serves the chapters and tests.
 FLOW = """
-policies transformer prefix_tree pretrained tasks rollouts
+policies samplers transformer prefix_tree pretrained tasks rollouts
 moments moments_file scores score_rules score_capture fisher ceiling looseness pullback next_token
 advantages losses training updates adapters checkpoints patch digest results experiments
 symbolic reference testing notebook figures cli
