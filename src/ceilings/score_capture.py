@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
 from ceilings.score_rules import Rule, Term, rule_for
@@ -165,19 +166,19 @@ class Capture:
         for handle in self._handles:
             handle.remove()
 
-    def backward(self, logits: Tensor, cotangent: Tensor) -> None:
+    def backward(self, logits: GradientEdge, cotangent: Tensor) -> None:
         """Carry the cotangent of the logits back and consume every parameter on the way.
 
         Parameters
         ----------
         logits
-            Output of the forward pass inside this context.
+            Where the output of the forward pass inside this context sits in the graph.
         cotangent
             Gradient to start from.
 
         Shapes
         ------
-        logits and cotangent (N, T, V).
+        cotangent (N, T, V).
         """
         torch.autograd.backward(logits, cotangent)
         for name, terms in self._terms.items():  # uses that no gradient came back to contribute nothing

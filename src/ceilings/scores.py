@@ -251,7 +251,10 @@ class ScoreAccumulator:
 
         with Capture(self._rules, {name: self._parameters[name] for name in self._fast}, consume) as capture:
             logits = self._logits(batch.inputs, batch.attention)
-            capture.backward(logits, _log_prob_cotangent(logits, batch, root_weights))
+            cotangent = _log_prob_cotangent(logits, batch, root_weights)
+            edge = torch.autograd.graph.get_gradient_edge(logits)
+            del logits  # as large as everything the backward pass keeps of a layer or two
+            capture.backward(edge, cotangent)
         slow = [name for name in self._parameters if name not in self._fast]
         for n in range(len(root_weights) if slow else 0):
             for name, score in self._slow_scores(slow, Batch(*(t[n : n + 1] for t in batch))).items():
@@ -279,5 +282,5 @@ def _log_prob_cotangent(logits: Tensor, batch: Batch, root_weights: Tensor) -> T
     wide = torch.promote_types(logits.dtype, torch.float32)
     cotangent = logits.detach().softmax(-1, dtype=wide).neg_()
     cotangent.scatter_add_(-1, batch.targets[..., None], torch.ones_like(cotangent[..., :1]))
-    cotangent *= (batch.scored * root_weights.to(logits.device)[:, None])[..., None]
+    cotangent *= (batch.scored * root_weights.to(cotangent)[:, None])[..., None]
     return cotangent.to(logits.dtype)
