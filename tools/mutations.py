@@ -1,0 +1,445 @@
+"""The faults that `mutate.py` plants: what is broken, where, and which checks must see it.
+
+To add one: a name that says the fault in words, the edits (a file, a text that stands there, what replaces it), and
+the check, as arguments of pytest or one of the words of `CHECKS`.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from PIL import Image, ImageOps
+
+__all__ = ["CHECKS", "FAULTS", "Edit", "Fault"]
+
+# Checks with a name of their own; every other check is a list of arguments of pytest.
+CHECKS = {
+    "build": "tests/test_book.py -k test_internal_links",
+    "links": "tests/test_book.py -k test_internal_links",
+    "loaded": "tests/test_book.py -k loaded_from_elsewhere",
+    "ledger": "tests/test_claims.py",
+    "stored": "tests/test_notebooks.py -k 'identity or asserts'",
+}
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One change of one file: a text for another, or a function of the whole."""
+
+    file: str
+    old: str = ""
+    new: str = ""
+    change: Callable[[str], str] | None = None
+
+    def __call__(self, text: str) -> str:
+        """The file with the fault; a ValueError if there is nothing to change."""
+        if self.change is None and self.old not in text:
+            raise ValueError(f"{self.file} no longer holds {self.old!r}")
+        changed = self.change(text) if self.change else text.replace(self.old, self.new, 1)
+        if changed == text:
+            raise ValueError(f"the fault changes nothing in {self.file}")
+        return changed
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something broken, and the check that must see it."""
+
+    name: str
+    edits: tuple[Edit, ...]
+    check: str
+
+
+def fault(name: str, file: str, old: str, new: str, check: str) -> Fault:
+    """A fault of one edit."""
+    return Fault(name, (Edit(file, old, new),), check)
+
+
+def both(name: str, chapter: str, old: str, new: str, check: str) -> Fault:
+    """A fault in the text of a chapter and in its notebook, as if it had been made again."""
+    stored_old, stored_new = (json.dumps(text, ensure_ascii=False)[1:-1] for text in (old, new))
+    edits = (Edit(f"{chapter}.md", old, new), Edit(f"{chapter}.ipynb", stored_old, stored_new))
+    return Fault(name, edits, check)
+
+
+def stored(name: str, chapter: str, change: Callable[[dict], None], check: str) -> Fault:
+    """A fault in a stored notebook: the function changes it in place."""
+
+    def edit(text: str) -> str:
+        notebook = json.loads(text)
+        change(notebook)
+        return json.dumps(notebook, indent=1, ensure_ascii=False, sort_keys=True) + "\n"
+
+    return Fault(name, (Edit(f"{chapter}.ipynb", change=edit),), check)
+
+
+def outputs(notebook: dict, kind: str) -> dict:
+    """The first output of a notebook that holds this kind of data, or, for "text", that was printed."""
+    for cell in notebook["cells"]:
+        for output in cell.get("outputs", []):
+            if kind in output.get("data", {}) or (kind == "text" and "text" in output):
+                return output
+    raise ValueError(f"no cell stores {kind}")
+
+
+def first_run(notebook: dict) -> dict:
+    """The last cell that ran."""
+    return next(cell for cell in reversed(notebook["cells"]) if cell.get("execution_count"))
+
+
+def other_digit(notebook: dict) -> None:
+    """Change a printed digit."""
+    output = outputs(notebook, "text")
+    line = output["text"][0]
+    place = next(i for i, letter in enumerate(line) if letter.isdigit())
+    output["text"][0] = line[:place] + str((int(line[place]) + 1) % 10) + line[place + 1 :]
+
+
+def other_glued_number(notebook: dict) -> None:
+    """Change a number that the prose prints."""
+    kind = "application/papermill.record/text/plain"
+    output = outputs(notebook, kind)
+    output["data"][kind] = ["'0.987'"]
+
+
+def other_figure(notebook: dict) -> None:
+    """Mirror a stored figure: the same size, other data."""
+    output = outputs(notebook, "image/png")
+    image = Image.open(io.BytesIO(base64.b64decode("".join(output["data"]["image/png"]))))
+    target = io.BytesIO()
+    ImageOps.mirror(image).save(target, format="PNG")
+    output["data"]["image/png"] = base64.b64encode(target.getvalue()).decode()
+
+
+def no_figure(notebook: dict) -> None:
+    """Drop a stored figure."""
+    for cell in notebook["cells"]:
+        for output in cell.get("outputs", []):
+            if "image/png" in output.get("data", {}):
+                cell["outputs"].remove(output)
+                return
+
+
+def never_run(notebook: dict) -> None:
+    """Store a cell as if it had never run."""
+    cell = first_run(notebook)
+    cell["execution_count"], cell["outputs"] = None, []
+
+
+def with_path(notebook: dict) -> None:
+    """Print where somebody keeps the book."""
+    outputs(notebook, "text")["text"].append("saved in /home/somebody/book\n")
+
+
+def with_stderr(notebook: dict) -> None:
+    """Store a warning."""
+    warning = {"name": "stderr", "output_type": "stream", "text": ["a warning\n"]}
+    first_run(notebook)["outputs"].append(warning)
+
+
+def without_alternative_text(notebook: dict) -> None:
+    """Forget what a figure shows, for those who do not see it."""
+    for cell in notebook["cells"]:
+        if cell["metadata"].get("mystnb", {}).pop("image", None):
+            return
+
+
+CEILING, COVARIANCE, TOKENS = (
+    "book/identity/ceiling",
+    "book/identity/gradient_is_a_covariance",
+    "book/identity/tokens",
+)
+FORCED = "book/looseness/forced"
+LIGHT_AND_WIDE = "tests/test_browser.py -k 'test_page and ceiling and light and wide'"
+
+LIBRARY = [
+    fault(
+        "baseline left out",
+        "src/ceilings/ceiling.py",
+        "return (w * (rewards - w @ rewards)) @ (scores - w @ scores)",
+        "return (w * rewards) @ scores",
+        "tests/test_ceiling.py",
+    ),
+    fault(
+        "divisor N - 1 in the reward, N in the gradient",
+        "src/ceilings/ceiling.py",
+        "return w @ (rewards - w @ rewards).square()",
+        "return w @ (rewards - w @ rewards).square() * len(w) / max(len(w) - 1, 1)",
+        "tests/test_ceiling.py",
+    ),
+    fault(
+        "a number in the library",
+        "src/ceilings/ceiling.py",
+        "return torch.full_like(rewards, 1 / len(rewards))",
+        "return torch.full_like(rewards, 1.001 / len(rewards))",
+        "tests/test_ceiling.py",
+    ),
+    fault(
+        "covariance without its sign",
+        "src/ceilings/ceiling.py",
+        "return (w * (rewards - w @ rewards)) @ (scores - w @ scores)",
+        "return -(w * (rewards - w @ rewards)) @ (scores - w @ scores)",
+        f"{COVARIANCE}.ipynb",
+    ),
+    fault(
+        "square of the mean instead of mean of squares",
+        "src/ceilings/fisher.py",
+        "return scores.square().mean(0)",
+        "return scores.mean(0).square()",
+        "tests/test_fisher.py",
+    ),
+    fault(
+        "score of a softmax without its mean",
+        "src/ceilings/policies.py",
+        "token_scores = self.features - mean_features[:, None, :]",
+        "token_scores = self.features - 0 * mean_features[:, None, :]",
+        "tests/test_policies.py",
+    ),
+    fault(
+        "an equality reversed in its assertion",
+        "src/ceilings/testing.py",
+        "not error <= allowed",
+        "not error >= allowed",
+        "tests/test_testing.py",
+    ),
+    fault(
+        "an inequality checked on its best coordinate",
+        "src/ceilings/testing.py",
+        "worst = int(excess.argmax())",
+        "worst = int(excess.argmin())",
+        "tests/test_testing.py",
+    ),
+    fault(
+        "two uses of a tied matrix not added",
+        "src/ceilings/score_sums.py",
+        "write(block, some, number == 0)",
+        "write(block, some, True)",
+        "tests/test_scores.py",
+    ),
+    fault(
+        "a square left out of the second moment",
+        "src/ceilings/score_sums.py",
+        "self.squares.index_add_(0, term.rows, term.sums.square())",
+        "self.squares.index_add_(0, term.rows, term.sums)",
+        "tests/test_scores.py",
+    ),
+    fault(
+        "cotangent with the weight instead of its root",
+        "src/ceilings/scores.py",
+        "cotangent *= (batch.scored * root_weights.to(logits.device)[:, None])[..., None]",
+        "cotangent *= (batch.scored * root_weights.to(logits.device).square()[:, None])[..., None]",
+        "tests/test_scores.py",
+    ),
+    fault(
+        "padding scored",
+        "src/ceilings/scores.py",
+        "cotangent *= (batch.scored * root_weights",
+        "cotangent *= (torch.ones_like(batch.scored) * root_weights",
+        "tests/test_scores.py",
+    ),
+    fault(
+        "a merge that forgets the shift of the rewards",
+        "src/ceilings/moments.py",
+        "other = other.shifted(self.reward_shift)",
+        "other = dataclasses.replace(other, reward_shift=self.reward_shift)",
+        "tests/test_scores.py",
+    ),
+]
+
+CHAPTERS = [
+    fault(
+        "a chapter's text not made again",
+        f"{CEILING}.md",
+        "Before any reward is chosen",
+        "After any reward is chosen",
+        "tests/test_notebooks.py -k 'holds_its_text and ceiling'",
+    ),
+    stored("a stored printed digit", CEILING, other_digit, f"{CEILING}.ipynb"),
+    stored("a stored number of the prose", CEILING, other_glued_number, f"{CEILING}.ipynb"),
+    stored("a stored figure's data", CEILING, other_figure, f"{CEILING}.ipynb"),
+    stored("a stored figure missing", CEILING, no_figure, f"{CEILING}.ipynb"),
+    stored("a cell never run", CEILING, never_run, f"{CEILING}.ipynb"),
+    stored("a cell never run, without running the chapter", CEILING, never_run, "stored"),
+    stored("a path in an output", CEILING, with_path, "stored"),
+    stored("a warning stored", CEILING, with_stderr, "stored"),
+    stored("a figure without alternative text", CEILING, without_alternative_text, "stored"),
+    both(
+        "an inequality reversed in a chapter",
+        TOKENS,
+        "assert_at_most(nested, roof)",
+        "assert_at_most(roof, nested)",
+        f"{TOKENS}.ipynb",
+    ),
+    both(
+        "an assertion turned into a print",
+        COVARIANCE,
+        "assert_within_standard_errors(",
+        "print(",
+        "stored",
+    ),
+    both("a chapter without its last section", CEILING, "## References", "## Sources", "stored"),
+]
+
+CLAIMS = [
+    fault("a claim's label", f"{TOKENS}.md", ":label: thm-nested", ":label: thm-nestled", "ledger"),
+    fault(
+        "a proof taken away",
+        f"{TOKENS}.md",
+        "```{prf:proof}",
+        "```{note}",
+        "tests/test_claims.py -k proved_in",
+    ),
+    fault(
+        "a check of a claim that does not exist",
+        f"{TOKENS}.md",
+        "claims: {thm-tokens: symbolic}",
+        "claims: {thm-token: symbolic}",
+        "ledger",
+    ),
+    fault(
+        "a claim that no cell checks",
+        f"{FORCED}.md",
+        "cor-average-reward: ",
+        "thm-joint: ",
+        "tests/test_claims.py -k asserted_by",
+    ),
+    fault(
+        "a claim without words",
+        "book/claims.yml",
+        "thm-nested: >",
+        "thm-nestled: >",
+        "tests/test_claims.py -k in_words",
+    ),
+    fault("a ledger edited by hand", "book/claims.md", "proved, ", "proved twice, ", "ledger"),
+]
+
+RECORDS = [
+    fault(
+        "a stale record: its configuration",
+        "src/ceilings/experiments/forced.py",
+        "learning_rate: float = 0.01",
+        "learning_rate: float = 0.02",
+        "tests/test_results.py -k fresh",
+    ),
+    fault(
+        "a stale record: the code behind it",
+        "src/ceilings/ceiling.py",
+        "_ZERO_VARIANCE = 1e-24",
+        "_ZERO_VARIANCE = 2e-24",
+        "tests/test_results.py -k fresh",
+    ),
+    Fault(
+        "a record edited by hand",
+        (Edit("results/forced.json", change=lambda text: text.replace("0.1", "0.2", 1)),),
+        "tests/test_results.py -k fresh",
+    ),
+]
+
+BOOK = [
+    both("a broken TeX macro", CEILING, r"\Var_\pi(s_i)", r"\Variance_\pi(s_i)", LIGHT_AND_WIDE),
+    fault(
+        "a broken link",
+        "book/related.md",
+        "(looseness/real_model.md)",
+        "(looseness/surreal_model.md)",
+        "build",
+    ),
+    fault(
+        "a broken link in HTML",
+        "book/related.md",
+        "# Where",
+        '<a href="nowhere.html">there</a>\n\n# Where',
+        "links",
+    ),
+    fault(
+        "a wrong citation key",
+        "book/related.md",
+        "{cite:t}`sutton1999policy`",
+        "{cite:t}`sutton1998policy`",
+        "build",
+    ),
+    fault(
+        "a wrong reference to a theorem",
+        "book/related.md",
+        "{prf:ref}`thm-joint`",
+        "{prf:ref}`thm-joined`",
+        "build",
+    ),
+    fault(
+        "a quoted number that nobody read",
+        "book/quoted.yml",
+        "cite: sung2021fish, confidence: A",
+        "cite: sung2021fish, confidence: S",
+        "build",
+    ),
+    fault(
+        "a second-hand number that does not say so",
+        "book/quoted.yml",
+        "confidence: X, second_hand: true",
+        "confidence: X",
+        "tests/test_book.py -k quoted_numbers_may",
+    ),
+    fault(
+        "a quoted number that is not there",
+        "book/related.md",
+        "{quoted}`fish-mask-share`",
+        "{quoted}`fish-share`",
+        "build",
+    ),
+    fault(
+        "a quoted number on a page that does not cite its source",
+        "book/related.md",
+        "{cite:t}`sung2021fish`",
+        "Sung and others",
+        "tests/test_book.py -k cited_on_its_page",
+    ),
+    fault(
+        "something loaded from elsewhere",
+        "_config.yml",
+        "      - sphinx-mathjax-offline\n",
+        "",
+        "loaded",
+    ),
+    fault(
+        "an error on every page",
+        "_config.yml",
+        "      default_mode: auto\n",
+        "      default_mode: bright\n",
+        LIGHT_AND_WIDE,
+    ),
+    fault(
+        "a colour too pale to read",
+        "book/_static/custom.css",
+        "--book-roof: #a84700;",
+        "--book-roof: #f5c39a;",
+        LIGHT_AND_WIDE,
+    ),
+    fault(
+        "a table that widens the page",
+        "book/_static/custom.css",
+        "/* Prose */",
+        ".bd-article .pst-scrollable-table-container { overflow: visible !important; }\n",
+        "tests/test_browser.py -k 'test_page and notation and light and narrow'",
+    ),
+    fault(
+        "a module that the page of the library forgets",
+        "book/api.md",
+        "ceilings.fisher",
+        "ceilings.fishes",
+        "tests/test_book.py -k page_of_the_library",
+    ),
+    fault(
+        "a wrong count in the README", "README.md", "all 40 of", "all 41 of", "tests/test_readme.py -k counts"
+    ),
+    Fault(
+        "a figure of the README edited by hand",
+        (Edit("tools/readme.py", "manual_seed(3)", "manual_seed(4)"),),
+        "tests/test_readme.py -k figure",
+    ),
+]
+
+FAULTS = [*LIBRARY, *CHAPTERS, *CLAIMS, *RECORDS, *BOOK]
