@@ -612,8 +612,8 @@ def test_the_data_type_refuses_what_later_code_could_misread():
     for change, message in cases:
         with pytest.raises(ValueError, match=message):
             ScoreMoments(**(fields | change))
-    with pytest.raises(ValueError, match="no reward is called 'wit': name one of"):
-        moments.gradient("wit")
+    with pytest.raises(ValueError, match="no reward is called 'taste': name one of"):
+        moments.gradient("taste")
     with pytest.raises(ValueError, match="no reward is called None"):
         moments.gradient()
 

@@ -123,7 +123,7 @@ def test_the_tree_is_the_law_found_by_trying_every_string(eos, max_len):
     law = enumerate_responses(model, PROMPT, max_len, eos)
 
     def next_token(prefix):
-        return model(torch.tensor([PROMPT + prefix]))[0, -1].softmax(-1)
+        return model(torch.tensor([PROMPT + prefix]))[0, -1].detach().softmax(-1)
 
     expected = brute_force_enumeration(next_token, 4, max_len, eos)
     assert law.responses == tuple(sorted(expected))
