@@ -14,7 +14,9 @@ __all__ = ["energy_share", "relative_size", "singular_energy_share", "stable_ran
 
 def _check_pair(base: Tensor, tuned: Tensor) -> None:
     if base.shape != tuned.shape:
-        raise ValueError(f"base has shape {tuple(base.shape)} and tuned {tuple(tuned.shape)}: nothing to compare")
+        raise ValueError(
+            f"base has shape {tuple(base.shape)} and tuned {tuple(tuned.shape)}: nothing to compare"
+        )
     if base.numel() == 0:
         raise ValueError("base and tuned are empty")
     if not (base.is_floating_point() and tuned.is_floating_point()):
