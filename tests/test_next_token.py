@@ -263,6 +263,24 @@ def test_factor_gives_the_fisher_matrix_below_the_head(exact_llama):
     assert_equal(factor[:, 1] @ factor[:, 5], expected, rtol=1e-10)
 
 
+def test_word_features_are_orthonormal_and_carry_every_score(exact_llama):
+    model = tiny_llama()
+    law = NextToken(model, PROMPT)
+    features = law.word_features()
+    assert_equal(law.probs @ features, torch.zeros(features.shape[1]), atol=1e-10)
+    assert_equal(features.T @ (law.probs[:, None] * features), torch.eye(features.shape[1]), rtol=1e-8)
+    where = {"model.layers.0.mlp.up_proj.weight": torch.tensor([3, 70])}
+    log_probs = model(PROMPT[None]).logits[0, -1].log_softmax(0)
+    weight = dict(model.named_parameters())["model.layers.0.mlp.up_proj.weight"]
+    scores = [torch.autograd.grad(lp, weight, retain_graph=True)[0].flatten()[[3, 70]] for lp in log_probs]
+    assert_equal(features @ law.fisher_factor_at(where), torch.stack(scores), rtol=1e-9)
+
+
+def test_cross_term_needs_a_tied_matrix(exact_llama):
+    with pytest.raises(ValueError, match="not tied"):
+        NextToken(tiny_llama(tied=False), PROMPT).cross_term(5)
+
+
 def test_model_is_left_as_it_was(exact_llama):
     model = tiny_llama()
     model.model.norm.weight.requires_grad_(False)

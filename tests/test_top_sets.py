@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ceilings.testing import assert_within_standard_errors
 from ceilings.top_sets import (
     chance_overlap,
     concentration,
@@ -16,6 +17,7 @@ from ceilings.top_sets import (
     stratified_sample,
     take,
     top_level,
+    top_set,
 )
 
 SHARES = [0.0, 0.001, 0.3, 0.5, 0.9, 0.99, 1.0]
@@ -49,33 +51,39 @@ def test_top_level_is_the_smallest_of_the_top():
 
 
 def test_overlap_of_equal_disjoint_and_independent_sets():
-    x = heavy_tailed(20_000)
-    assert overlap([x[:300], x[300:]], [x[:300], x[300:]], 0.01) == 1.0
+    x, y = heavy_tailed(20_000), heavy_tailed(20_000, seed=1)
+    parts = top_set([x[:300], x[300:]], 0.01)
+    assert overlap(parts, parts) == 1.0
     distinct = torch.rand(20_000, generator=torch.Generator().manual_seed(2), dtype=torch.float32)
-    assert overlap([distinct], [1 - distinct], 0.01) == 0.0
-    y = heavy_tailed(20_000, seed=1)
+    assert overlap(top_set([distinct], 0.01), top_set([1 - distinct], 0.01)) == 0.0
     expected = len(set(x.topk(200).indices.tolist()) & set(y.topk(200).indices.tolist())) / 200
-    assert math.isclose(overlap([x], [y], 0.01), expected)
+    assert overlap(top_set([x], 0.01), top_set([y], 0.01)) == expected
 
 
 def test_chance_keeps_the_counts_of_tensors_or_rows():
-    # Two tensors, the top set wholly in the first; one row of it, for the finer chance.
-    a = torch.cat([torch.rand(10, generator=torch.Generator().manual_seed(3)) + 1, torch.zeros(90)]).view(
-        10, 10
-    )
-    first, second = [a.float(), torch.zeros(10, 10)], [a.flip(1).float(), torch.zeros(10, 10)]
-    assert overlap(first, first, 0.05) == 1.0
-    assert math.isclose(chance_overlap(first, second, 0.05), 10 * 10 / 100 / 10, rel_tol=1e-9)
-    assert math.isclose(chance_overlap(first, second, 0.05, by_row=True), 10 * 10 / 10 / 10, rel_tol=1e-9)
+    # Ten members, all in one row of the first of two tensors.
+    first = [torch.zeros(10, 20, dtype=torch.bool), torch.zeros(7, dtype=torch.bool)]
+    first[0][4, :10] = True
+    second = [first[0].flip(1), first[1]]
+    assert overlap(first, second) == 0.0
+    assert math.isclose(chance_overlap(first, second), 10 * 10 / 200 / 10)
+    assert math.isclose(chance_overlap(first, second, by_row=True), 10 * 10 / 20 / 10)
+
+
+def test_chance_is_the_mean_over_random_sets_with_those_counts():
+    generator = torch.Generator().manual_seed(4)
+    first, second = ([torch.rand(6, 30, generator=generator) < p] for p in (0.2, 0.4))
+    order = [torch.rand(6, 30, generator=generator).argsort(1) for _ in range(4000)]
+    draws = torch.tensor([overlap([first[0].gather(1, o)], second) for o in order])
+    expected = chance_overlap(first, second, by_row=True)
+    assert_within_standard_errors(draws.mean(), expected, draws.std() / len(draws) ** 0.5, k=4)
 
 
 def test_sampled_overlap_is_the_overlap_of_the_sample():
     x, y = heavy_tailed(20_000), heavy_tailed(20_000, seed=1)
-    both = sampled_overlap(torch.stack([x, y]), x, 0.01)
-    assert both.tolist() == [1.0, overlap([y], [x], 0.01)]
-    assert sampled_overlap(torch.stack([x, y]), torch.stack([y, y]), 0.01).tolist() == [
-        overlap([x], [y], 0.01),
+    assert sampled_overlap(torch.stack([x, y]), x, 0.01).tolist() == [
         1.0,
+        pytest.approx(overlap(top_set([y], 0.01), top_set([x], 0.01))),
     ]
 
 
@@ -113,9 +121,9 @@ def test_each_mistake_has_its_sentence():
     with pytest.raises(ValueError, match="no number"):
         quantiles([], [0.5])
     with pytest.raises(ValueError, match="different shapes"):
-        overlap([x], [x[:5]], 0.1)
+        overlap([x > 0.5], [x[:5] > 0.5])
     with pytest.raises(ValueError, match="ties"):
-        overlap([torch.ones(100, dtype=torch.float32)], [torch.rand(100, dtype=torch.float32)], 0.1)
+        top_set([torch.ones(100, dtype=torch.float32)], 0.1)
     with pytest.raises(ValueError, match="no sum to share"):
         concentration([torch.zeros(3, dtype=torch.float32)], [0.5])
     with pytest.raises(ValueError, match="every must be at least 1"):

@@ -44,6 +44,8 @@ class NextToken:
     ----------
     probs
         :math:`\pi`, in float64.
+    hidden
+        Last hidden state h, after the final norm.
     slow_names
         Parameters without a fast rule; their values are as exact.
     dropped_variance
@@ -53,7 +55,7 @@ class NextToken:
 
     Shapes
     ------
-    input_ids (T,), probs (V,).
+    input_ids (T,), probs (V,), hidden (I,).
 
     Raises
     ------
@@ -63,7 +65,7 @@ class NextToken:
 
     def __init__(self, model: nn.Module, input_ids: Tensor) -> None:
         self._below = PullBack(model, input_ids)
-        self._hidden = self._below.hidden.detach()
+        self.hidden = self._below.hidden.detach()
         self.probs = self._below.logits.double().softmax(0)
         self.slow_names = self._below.slow_names
         self._weight = self._below.head.weight.detach()
@@ -107,12 +109,14 @@ class NextToken:
         """
         found = self._below.sum_of_squares(self._square_root())
         spread = self.probs * (1 - self.probs)
-        head = torch.outer(spread.to(self._hidden), self._hidden.square())
+        head = torch.outer(spread.to(self.hidden), self.hidden.square())
         if self._head_name in found:
-            head += found[self._head_name] + 2 * self._cross_term()
+            head += found[self._head_name]
+            for word in self._tied_rows():
+                head[word] += 2 * self.cross_term(word)
         found[self._head_name] = head.clamp_min_(0)
         if self._bias_name is not None:
-            found[self._bias_name] = spread.to(self._hidden)
+            found[self._bias_name] = spread.to(self.hidden)
         return self._complete(found)
 
     def gradient(self, rewards: Tensor) -> dict[str, Tensor]:
@@ -147,10 +151,10 @@ class NextToken:
         """
         push = self._push(rewards[None] if rewards.ndim == 1 else rewards)
         found = self._below.gradient(_cotangents(push, self._weight, self._mean)[0])
-        head = torch.outer(push[0].to(self._hidden), self._hidden)
+        head = torch.outer(push[0].to(self.hidden), self.hidden)
         found[self._head_name] = head.add_(found[self._head_name]) if self._head_name in found else head
         if self._bias_name is not None:
-            found[self._bias_name] = push[0].to(self._hidden)
+            found[self._bias_name] = push[0].to(self.hidden)
         return self._complete(found)
 
     def gradient_at(self, rewards: Tensor, where: dict[str, Tensor]) -> Tensor:
@@ -185,10 +189,10 @@ class NextToken:
         below = {name: w for name, w in where.items() if name in self._below.names}
         found = self._below.gradient_at(_cotangents(push, self._weight, self._mean), below)
         parts = dict(zip(below, found.split([len(w) for w in below.values()], 1), strict=True))
-        push = push.to(self._hidden)
+        push = push.to(self.hidden)
         for name, w in where.items():
             if name == self._head_name:
-                head = push[:, w // len(self._hidden)] * self._hidden[w % len(self._hidden)]
+                head = push[:, w // len(self.hidden)] * self.hidden[w % len(self.hidden)]
                 parts[name] = head + parts[name] if name in parts else head
             elif name == self._bias_name:
                 parts[name] = push[:, w]
@@ -257,19 +261,59 @@ class NextToken:
             self._factor = (vectors[:, kept] * values[kept].sqrt()).T.flip(0)
         return self._factor
 
-    def _cross_term(self) -> Tensor:
-        """Covariance of the two parts of a tied matrix's score; zero but in the rows of the prompt's tokens."""
+    def word_features(self) -> Tensor:
+        r"""Functions of the word in which every score below the head is linear, of mean 0, variance 1, uncorrelated.
+
+        Returns
+        -------
+        Tensor
+            :math:`\varphi_k(v) = q_k^\top (w_v - \bar w) / \sqrt{\lambda_k}` with
+            :math:`a_k = \sqrt{\lambda_k}\, q_k`, in float64.
+            The score of parameter i is :math:`\sum_k (a_k^\top \partial_i h)\, \varphi_k`.
+
+        Shapes
+        ------
+        (V, K).
+        """
+        root = self._square_root()
+        return (self._weight.double() - self._mean) @ (root / root.square().sum(1, keepdim=True)).T
+
+    def cross_term(self, word: int) -> Tensor:
+        r"""Covariance of the two parts of the score of one word's row in a tied matrix.
+
+        Parameters
+        ----------
+        word
+            Token id u.
+
+        Returns
+        -------
+        Tensor
+            :math:`h_j\, \pi_u (w_u - \bar w)^\top \partial_{uj} h`; it counts twice in F.
+            Zero if the word is not in the prompt.
+
+        Shapes
+        ------
+        (I,).
+
+        Raises
+        ------
+        ValueError
+            If the head's matrix is not used below the head too.
+        """
+        if self._head_name not in self._below.names:
+            raise ValueError(f"{self._head_name!r} is not tied to the embeddings: its scores have one part")
+        width = len(self.hidden)
+        push = self.probs[word] * (self._weight[word].double() - self._mean)
+        row = {self._head_name: torch.arange(word * width, (word + 1) * width)}
+        return self.hidden * self._below.gradient_at(push[None], row)[0]
+
+    def _tied_rows(self) -> list[int]:
+        """Rows of a tied matrix that are used below the head; all of them where no rule says which."""
         use = self._below.uses.get(self._head_name)
-        rows = (
-            torch.arange(len(self._weight)) if use is None else use.activations[use.activations >= 0].unique()
-        )
-        width = len(self._hidden)
-        cross = torch.zeros_like(self._weight)
-        for u in rows.tolist():
-            push = self.probs[u] * (self._weight[u].double() - self._mean)
-            row = {self._head_name: torch.arange(u * width, (u + 1) * width)}
-            cross[u] = self._hidden * self._below.gradient_at(push[None], row)[0]
-        return cross
+        if use is None:
+            return list(range(len(self._weight)))
+        return use.activations[use.activations >= 0].unique().tolist()
 
     def _push(self, rewards: Tensor) -> Tensor:
         r""":math:`\pi_v (R_v - E R)`, one reward function a row."""

@@ -7,7 +7,7 @@ statistic exactly. The upper half alone (sign, exponent and 7 bits: the bfloat16
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 import torch
@@ -22,6 +22,7 @@ __all__ = [
     "stratified_sample",
     "take",
     "top_level",
+    "top_set",
 ]
 
 _BUCKETS: Final = 2**15  # patterns of the upper half of a non-negative float32
@@ -91,55 +92,64 @@ def top_level(values: Sequence[Tensor], share: float) -> float:
     return float(quantiles(values, [(count - size + 1) / count])[0])
 
 
-def overlap(first: Sequence[Tensor], second: Sequence[Tensor], share: float) -> float:
-    """Share of the top set of one list that is also in the top set of the other.
+def top_set(values: Sequence[Tensor], share: float) -> list[Tensor]:
+    """Which entries are among the largest.
 
     Parameters
     ----------
-    first, second
-        Non-negative float32 numbers, tensor by tensor about the same parameters.
+    values
+        Non-negative float32 numbers, as any number of tensors.
     share
-        Size of both top sets as a share of all entries.
+        Size of the top set as a share of all entries.
 
     Returns
     -------
-    float
-        1 if the sets are equal; about ``share`` if they are independent.
+    list
+        One mask a tensor; True = in the top set.
 
     Raises
     ------
     ValueError
-        If shapes differ, or ties at the level make a top set more than a hundredth larger than asked.
+        If ties at the level make the set more than a hundredth larger than asked.
     """
-    if [v.shape for v in first] != [v.shape for v in second]:
-        raise ValueError(
-            "the two lists hold tensors of different shapes: they are not about the same parameters"
-        )
-    levels = top_level(first, share), top_level(second, share)
-    both = sizes = 0
-    for a, b in zip(first, second, strict=True):
-        in_a, in_b = a >= levels[0], b >= levels[1]
-        both += int((in_a & in_b).sum())
-        sizes += int(in_a.sum()) + int(in_b.sum())
-    size = max(round(share * sum(v.numel() for v in first)), 1)
-    if sizes > 2.02 * size:
-        raise ValueError(
-            f"ties: the two top sets hold {sizes / 2:.0f} entries on average where {size} were asked for"
-        )
-    return 2 * both / sizes
+    level = top_level(values, share)
+    masks = [v >= level for v in values]
+    size, asked = _size(masks), max(round(share * sum(v.numel() for v in values)), 1)
+    if size > 1.01 * asked:
+        raise ValueError(f"ties: the top set holds {size} entries where {asked} were asked for")
+    return masks
 
 
-def chance_overlap(
-    first: Sequence[Tensor], second: Sequence[Tensor], share: float, by_row: bool = False
-) -> float:
-    """Overlap to expect of two top sets that agree only in how many entries each tensor contributes.
+def overlap(first: Sequence[Tensor], second: Sequence[Tensor]) -> float:
+    """Share of one set that is also in another of the same size.
 
     Parameters
     ----------
     first, second
-        Non-negative float32 numbers, tensor by tensor about the same parameters.
-    share
-        Size of both top sets as a share of all entries.
+        Masks, tensor by tensor about the same parameters; see `top_set`.
+
+    Returns
+    -------
+    float
+        1 if the sets are equal; about their share of all entries if they are independent.
+
+    Raises
+    ------
+    ValueError
+        If shapes differ.
+    """
+    _check_masks(first, second)
+    both = sum(int((a & b).sum()) for a, b in zip(first, second, strict=True))
+    return 2 * both / (_size(first) + _size(second))
+
+
+def chance_overlap(first: Sequence[Tensor], second: Sequence[Tensor], by_row: bool = False) -> float:
+    """Overlap to expect of two sets that agree only in how many members each tensor has.
+
+    Parameters
+    ----------
+    first, second
+        Masks, tensor by tensor about the same parameters; see `top_set`.
     by_row
         Keep the counts of each row of a matrix, not only those of each tensor.
 
@@ -147,16 +157,19 @@ def chance_overlap(
     -------
     float
         Exact expectation of `overlap` if within each tensor (or row) the members were drawn at random.
+
+    Raises
+    ------
+    ValueError
+        If shapes differ.
     """
-    levels = top_level(first, share), top_level(second, share)
-    both = sizes = 0.0
+    _check_masks(first, second)
+    both = 0.0
     for a, b in zip(first, second, strict=True):
         rows = (len(a), -1) if by_row and a.ndim > 1 else (1, -1)
-        in_a, in_b = (a >= levels[0]).reshape(rows), (b >= levels[1]).reshape(rows)
-        counts = in_a.sum(1).double(), in_b.sum(1).double()
-        both += float((counts[0] * counts[1]).sum()) / in_a.shape[1]
-        sizes += float(counts[0].sum() + counts[1].sum())
-    return 2 * both / sizes
+        counts = a.reshape(rows).sum(1).double(), b.reshape(rows).sum(1).double()
+        both += float(counts[0] @ counts[1]) * len(counts[0]) / a.numel()
+    return 2 * both / (_size(first) + _size(second))
 
 
 def sampled_overlap(first: Tensor, second: Tensor, share: float) -> Tensor:
@@ -167,7 +180,7 @@ def sampled_overlap(first: Tensor, second: Tensor, share: float) -> Tensor:
     first
         One draw a row.
     second
-        What every draw is compared with, or one such row a draw.
+        What every draw is compared with.
     share
         Size of the top sets as a share of the sample.
 
@@ -178,25 +191,24 @@ def sampled_overlap(first: Tensor, second: Tensor, share: float) -> Tensor:
 
     Shapes
     ------
-    first (K, M), second (M,) or (K, M) -> (K,).
+    first (K, M), second (M,) -> (K,).
 
     Notes
     -----
     A sample of M parameters knows an overlap p of their top sets to about √(p(1 − p)/(share · M)).
     """
-    size = max(round(share * first.shape[-1]), 1)
-    rows = zip(first, second.expand_as(first), strict=True)
-    hits = [torch.isin(a.topk(size).indices, b.topk(size).indices).sum() for a, b in rows]
-    return torch.stack(hits).double() / size
+    size = max(round(share * len(second)), 1)
+    member = torch.zeros(len(second), dtype=torch.float64).index_fill_(0, second.topk(size).indices, 1.0)
+    return torch.stack([member[draw.topk(size).indices].mean() for draw in first])
 
 
-def concentration(values: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
+def concentration(values: Iterable[Tensor], shares: Sequence[float]) -> Tensor:
     """Share of the sum that the largest entries hold.
 
     Parameters
     ----------
     values
-        Non-negative float32 numbers, as any number of tensors.
+        Non-negative float32 numbers, as any number of tensors; read once, so a generator will do.
     shares
         Sizes of the top sets as shares of all entries.
 
@@ -286,7 +298,7 @@ def take(values: dict[str, Tensor], where: dict[str, Tensor]) -> Tensor:
     return torch.cat([values[name].flatten()[positions] for name, positions in where.items()])
 
 
-def _patterns(values: Sequence[Tensor]) -> Iterator[Tensor]:
+def _patterns(values: Iterable[Tensor]) -> Iterator[Tensor]:
     """Bit patterns of all numbers, block by block."""
     for tensor in values:
         if tensor.dtype != torch.float32:
@@ -298,3 +310,14 @@ def _patterns(values: Sequence[Tensor]) -> Iterator[Tensor]:
                     "a number is negative or NaN: take absolute values, and leave out what is undefined"
                 )
             yield bits
+
+
+def _size(masks: Sequence[Tensor]) -> int:
+    return sum(int(mask.sum()) for mask in masks)
+
+
+def _check_masks(first: Sequence[Tensor], second: Sequence[Tensor]) -> None:
+    if [v.shape for v in first] != [v.shape for v in second]:
+        raise ValueError(
+            "the two lists hold tensors of different shapes: they are not about the same parameters"
+        )
