@@ -86,7 +86,7 @@ class ScoreMoments:
 
     Shapes
     ------
-    scores and squares as the parameter; reward_scores (K, *parameter); reward_shift,
+    scores and squares as the parameter; reward_scores ``(K, *parameter)``; reward_shift,
     reward_sum, reward_squares (K,).
 
     Units

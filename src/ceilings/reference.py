@@ -41,7 +41,7 @@ def per_sequence_scores(
 
     Shapes
     ------
-    input_ids, response_mask, attention_mask (N, T) -> (N, *parameter).
+    input_ids, response_mask, attention_mask (N, T) -> ``(N, *parameter)``.
 
     Units
     -----
