@@ -505,3 +505,21 @@ def test_a_response_of_weight_zero_counts_for_nothing():
     batch = (scores, torch.cat([rewards, vector(1e3)]), torch.cat([law.probs, vector(0.0)]))
     close(gradient_ceiling(*batch), gradient_ceiling(law.scores, rewards, law.probs))
     close(tightness(*batch), tightness(law.scores, rewards, law.probs))
+
+
+@pytest.mark.claim("cor-two-classes")
+@sixty
+@given(cases())
+def test_for_two_classes_squared_tightness_is_the_variance_between_them(case):
+    _, _, law, rewards = case
+    inside = (rewards > rewards.median()).numpy()
+    if inside.all() or not inside.any():
+        return
+    scores, probs = law.scores.numpy(), law.probs.numpy()
+    between = np.zeros(scores.shape[1])
+    for members in (inside, ~inside):
+        between += probs[members].sum() * (probs[members] @ scores[members] / probs[members].sum()) ** 2
+    reward = torch.where(torch.from_numpy(inside), 3.0, -1.0).to(F64)  # any two values
+    square = tightness(law.scores, reward, law.probs).square().numpy()
+    alive = ~np.isnan(square)
+    close((square * (probs @ scores**2))[alive], between[alive], rtol=1e-9)
