@@ -15,7 +15,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from ceilings.next_token import NextToken, next_token_moments
+from ceilings.next_token import NextToken, matched_words, next_token_moments
 from ceilings.pretrained import load_pretrained
 from ceilings.pullback import PullBack
 from ceilings.reference import logit_derivative
@@ -109,7 +109,7 @@ def assert_exact(model, prompt=PROMPT, rtol=1e-10):
     return moments
 
 
-@pytest.mark.claim("thm-logits")
+@pytest.mark.claim("thm-logits", "prop-next-token")
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("vocab", [50, 20])  # more words than directions, and fewer
 def test_every_parameter_of_a_llama_is_exact(exact_llama, tied, vocab):
@@ -321,6 +321,19 @@ def test_moments_hold_every_reward_and_survive_a_file(exact_llama, tmp_path):
     moments.save(tmp_path / "m.safetensors")
     again = type(moments).load(tmp_path / "m.safetensors")
     assert all(torch.equal(again.squares[n], moments.squares[n]) for n in moments.names)
+
+
+def test_matched_words_are_other_words_as_likely_as_the_one():
+    generator = torch.Generator().manual_seed(0)
+    probs = torch.rand(300, generator=generator).square()
+    probs /= probs.sum()
+    word = int(probs.argmax())
+    sets = torch.stack([matched_words(probs, word, generator) for _ in range(20)])
+    assert not bool(sets[:, word].any()) and set(sets.unique().tolist()) == {0.0, 1.0}
+    assert_at_most(((sets @ probs) / probs[word] - 1).abs(), torch.tensor(0.02).expand(20))
+    assert len(sets.unique(dim=0)) > 15
+    with pytest.raises(ValueError, match="no set of other words"):
+        matched_words(torch.tensor([0.9, 0.05, 0.05]), 0, generator)
 
 
 def test_each_mistake_has_its_sentence(exact_llama):

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from ceilings.moments import ScoreMoments
 from ceilings.pullback import PullBack
 
-__all__ = ["NextToken", "next_token_moments"]
+__all__ = ["NextToken", "matched_words", "next_token_moments"]
 
 
 class NextToken:
@@ -390,6 +390,47 @@ def next_token_moments(
         weighting="probabilities",
         slow_parameters=law.slow_names,
     )
+
+
+def matched_words(probs: Tensor, word: int, generator: torch.Generator, tolerance: float = 0.02) -> Tensor:
+    """Reward of 1 on a random set of other words that is about as likely as one word.
+
+    Parameters
+    ----------
+    probs
+        Law of the next token.
+    word
+        The word to match; it is not in the set.
+    generator
+        Source of randomness. Words are drawn without replacement by their probability and kept where they fit.
+    tolerance
+        By which share the probability of the set may differ from that of the word.
+
+    Returns
+    -------
+    Tensor
+        1 on the set, 0 elsewhere: a binary reward with nearly the same mean and standard deviation.
+
+    Shapes
+    ------
+    probs (V,) -> (V,).
+
+    Raises
+    ------
+    ValueError
+        If the set that was drawn does not come that close.
+    """
+    target = float(probs[word])
+    others = probs.clone()
+    others[word] = 0
+    order = torch.multinomial(others, min(2000, int((others > 0).sum())), generator=generator)
+    reward, mass = torch.zeros_like(probs), 0.0
+    for other in order.tolist():
+        if mass + float(probs[other]) <= (1 + tolerance) * target:
+            reward[other], mass = 1.0, mass + float(probs[other])
+    if mass < (1 - tolerance) * target:
+        raise ValueError(f"no set of other words has a probability near {target:.3g}; raise the tolerance")
+    return reward
 
 
 def _weighted_sum(matrix: Tensor, weights: Tensor) -> Tensor:
