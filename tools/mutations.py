@@ -230,8 +230,8 @@ LIBRARY = [
     fault(
         "cotangent with the weight instead of its root",
         "src/ceilings/scores.py",
-        "cotangent *= (batch.scored * root_weights.to(logits.device)[:, None])[..., None]",
-        "cotangent *= (batch.scored * root_weights.to(logits.device).square()[:, None])[..., None]",
+        "(batch.scored * root_weights.to(cotangent)[:, None])",
+        "(batch.scored * root_weights.to(cotangent).square()[:, None])",
         "tests/test_scores.py",
     ),
     fault(
