@@ -171,7 +171,7 @@ def null_rows(ax: Axes, rows: Mapping[str, Tensor], result: float, chance: float
     """
     if not rows or any(len(draws) == 0 for draws in rows.values()):
         raise ValueError("a row of null models is empty: a result cannot be read without its nulls")
-    for y, draws in enumerate(reversed(rows.values())):
+    for y, draws in enumerate(list(rows.values())[::-1]):
         values = draws.detach().double()
         if len(values) >= 5:
             low, high = torch.quantile(values, torch.tensor([0.05, 0.95], dtype=torch.float64)).tolist()
@@ -179,5 +179,5 @@ def null_rows(ax: Axes, rows: Mapping[str, Tensor], result: float, chance: float
         ax.plot(values, [y] * len(values), "o", color=COLOURS["null"], ms=4)
     ax.axvline(result, color=COLOURS["gradient"], label=label)
     ax.axvline(chance, color="#444444", lw=0.8, ls=":", label="chance")
-    ax.set_yticks(range(len(rows)), list(reversed(rows)))
+    ax.set_yticks(range(len(rows)), list(rows)[::-1])
     ax.legend(loc="lower right")
