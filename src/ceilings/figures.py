@@ -143,8 +143,8 @@ def tightness_histogram(
     ax.set_xlim(0, 1)
 
 
-def null_rows(ax: Axes, rows: Mapping[str, Tensor], result: float, chance: float, label: str) -> None:
-    """Draw one result as a line among its null models, one row of dots for each.
+def null_rows(ax: Axes, rows: Mapping[str, Tensor], results: Mapping[str, float], chance: float) -> None:
+    """Draw results among their null models: one row of dots for each null, a diamond where a result belongs to it.
 
     Parameters
     ----------
@@ -153,12 +153,10 @@ def null_rows(ax: Axes, rows: Mapping[str, Tensor], result: float, chance: float
     rows
         Draws of each null model by name, the first at the top; a row of five draws or more also gets the interval
         of its middle 90 %.
-    result
-        What was measured.
+    results
+        What was measured, by the name of the row that is its null model; a row may have none.
     chance
         What sets drawn at random would give.
-    label
-        What the result is called in the legend.
 
     Shapes
     ------
@@ -167,17 +165,24 @@ def null_rows(ax: Axes, rows: Mapping[str, Tensor], result: float, chance: float
     Raises
     ------
     ValueError
-        If there is no row, or one is empty.
+        If there is no row, one is empty, or a result has no row of its own.
     """
     if not rows or any(len(draws) == 0 for draws in rows.values()):
         raise ValueError("a row of null models is empty: a result cannot be read without its nulls")
-    for y, draws in enumerate(list(rows.values())[::-1]):
+    if strangers := set(results) - set(rows):
+        raise ValueError(
+            f"no null model is given for {sorted(strangers)}: a result cannot be read without its nulls"
+        )
+    for y, (name, draws) in enumerate(reversed(rows.items())):
         values = draws.detach().double()
         if len(values) >= 5:
             low, high = torch.quantile(values, torch.tensor([0.05, 0.95], dtype=torch.float64)).tolist()
             ax.plot([low, high], [y, y], color=COLOURS["null"], lw=7, alpha=0.35, solid_capstyle="butt")
         ax.plot(values, [y] * len(values), "o", color=COLOURS["null"], ms=4)
-    ax.axvline(result, color=COLOURS["gradient"], label=label)
+        if name in results:
+            ax.plot([results[name]], [y], "D", color=COLOURS["gradient"], ms=7)
+    ax.plot([], [], "D", color=COLOURS["gradient"], ms=7, label="measured")
+    ax.plot([], [], "o", color=COLOURS["null"], ms=4, label="null model")
     ax.axvline(chance, color="#444444", lw=0.8, ls=":", label="chance")
-    ax.set_yticks(range(len(rows)), list(rows)[::-1])
+    ax.set_yticks(range(len(rows)), list(reversed(rows)))
     ax.legend(loc="lower right")
