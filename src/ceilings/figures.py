@@ -173,7 +173,7 @@ def null_rows(ax: Axes, rows: Mapping[str, Tensor], results: Mapping[str, float]
         raise ValueError(
             f"no null model is given for {sorted(strangers)}: a result cannot be read without its nulls"
         )
-    for y, (name, draws) in enumerate(reversed(rows.items())):
+    for y, (name, draws) in enumerate(reversed(list(rows.items()))):
         values = draws.detach().double()
         if len(values) >= 5:
             low, high = torch.quantile(values, torch.tensor([0.05, 0.95], dtype=torch.float64)).tolist()
@@ -184,5 +184,5 @@ def null_rows(ax: Axes, rows: Mapping[str, Tensor], results: Mapping[str, float]
     ax.plot([], [], "D", color=COLOURS["gradient"], ms=7, label="measured")
     ax.plot([], [], "o", color=COLOURS["null"], ms=4, label="null model")
     ax.axvline(chance, color="#444444", lw=0.8, ls=":", label="chance")
-    ax.set_yticks(range(len(rows)), list(reversed(rows)))
+    ax.set_yticks(range(len(rows)), list(rows)[::-1])
     ax.legend(loc="lower right")
