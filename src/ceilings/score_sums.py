@@ -123,7 +123,9 @@ class ParameterSums:
         rewards (K,).
         """
         block = (root_weight * score.to(self.scores.dtype)).view(1, *self.scores.shape)
-        self._on_rows(slice(None)).add(block, torch.tensor([root_weight]), rewards[:, None], squares, linear)
+        self._on_rows(slice(None)).add(
+            block, torch.tensor([root_weight], dtype=torch.float64), rewards[:, None], squares, linear
+        )
 
     def _on_rows(self, rows: slice) -> _Part:
         """Views of the sums."""
