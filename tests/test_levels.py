@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ceilings.moments import ScoreMoments
+from ceilings.next_token_cost import next_token_cost
 from ceilings.reference import loop_score_moments, per_sequence_scores
 from ceilings.scores import ScoreAccumulator, flatten, score_moments
 from ceilings.testing import assert_differs, assert_equal, assert_within_standard_errors
@@ -70,6 +71,8 @@ def test_token_level_sums_the_squares_of_single_tokens(name, side):
     same(moments, {k: torch.einsum("r,r...->...", w[n], s * s) for k, s in scores.items()}, "squares")
     same(moments, loop.scores, "scores", rtol=1e-9)
     same(moments, loop.reward_scores, "reward_scores", rtol=1e-9)
+    # Nothing is centred: a token's score has mean zero after every prefix.
+    assert_equal(flatten(moments.diagonal_fisher()), flatten(moments.squares))
 
 
 def test_the_squares_of_positions_are_not_those_of_tokens():
@@ -164,8 +167,11 @@ def test_signs_do_not_depend_on_how_the_sequences_are_batched():
         for size in (1, 2, 5)
     ]
     other = score_moments(model, ids, mask, rewards, generator=generator(1), **keywords)
-    for run in runs[1:]:
+    exact = score_moments(model, ids, mask, rewards, attention_mask=attention, level="token")
+    for run in runs:
         same(run, runs[0].squares, "squares")
+        same(run, exact.scores, "scores", rtol=1e-9)
+        same(run, exact.reward_scores, "reward_scores", rtol=1e-9)
     assert_differs(flatten(other.squares), flatten(runs[0].squares), by_at_least=1e-3)
 
 
@@ -216,6 +222,28 @@ def test_next_token_level_leaves_frozen_parameters_out_and_counts_a_shared_prefi
         ]
     assert "model.embed_tokens.weight" not in together.names
     same(together, parts[0].merge(parts[1]).merge(parts[2]).squares, "squares")
+
+
+def test_the_cost_of_the_next_token_level_counts_prefixes_once_and_grows_as_the_formula():
+    model, _ = family("Llama")
+    ids = torch.tensor([[1, 4, 5, 6], [1, 4, 5, 7], [1, 4, 6, 5]])
+    mask = (torch.arange(4) > 1).expand(3, -1)
+    cost = next_token_cost(model, ids, mask)
+    assert (cost.positions, cost.prefixes, cost.cotangents) == (6, 3, 16)
+    layer = 16 * 16 * 2 + 16 * 8 * 2 + 3 * 16 * 12  # q and o, k and v, gate, up and down
+    rows = 2 * (16 + 16 + 8 + 8 + 12 + 12 + 16)
+    expected = 0
+    for length in (2, 3, 3):
+        expected += 2 * length * (2 * layer * 19 + VOCAB * 16)
+        expected += 2 * length**2 * (16 * rows + 2 * layer) + 2 * VOCAB * 16**2
+    assert cost.operations == expected
+    assert 0 < cost.seconds < 1
+    padded = torch.cat([torch.zeros_like(ids[:, :1]), ids], 1)
+    attention = (torch.arange(5) > 0).long().expand(3, -1)
+    shifted = next_token_cost(model, padded, torch.cat([mask[:, :1] & False, mask], 1), attention)
+    assert shifted.operations == cost.operations
+    with pytest.raises(ValueError, match="the model has no linear output head"):
+        next_token_cost(tiny(), ids, mask)
 
 
 # All levels together

@@ -87,7 +87,7 @@ def score_moments(
         Whose squares are summed. ``"sequence"``: those of the scores of whole responses. ``"token"``: those
         of the scores of the sampled tokens. ``"next-token"``: those of every possible token at the position
         of every sampled one, weighted by its probability. The three have the same mean under the policy and
-        ever less variance; see `ceilings.next_token.next_token_cost` before asking for the last.
+        ever less variance; see `ceilings.next_token_cost` before asking for the last.
     sign_draws
         At level ``"token"``, None gives the exact sum, every scored token as a row of its own. A number gives
         an unbiased estimate from that many backward passes more a batch, with a random sign for every token.
