@@ -298,3 +298,16 @@ def test_what_cannot_be_cross_fitted_is_refused():
         with pytest.raises(ValueError, match=message) as caught:
             question()
         assert "\n" not in str(caught.value)
+
+
+def test_the_halves_permute_within_the_groups():
+    ids, mask, _ = rollouts()
+    groups = torch.arange(24) // 4
+    pair = score_halves(tiny(), ids, mask, groups.double().square(), generator=generator(), groups=groups)
+    for half in pair:  # a reward that is the same within each group cannot change
+        assert_equal(flatten(half.gradient("permuted-0")), flatten(half.gradient("reward")))
+    pair = score_halves(tiny(), ids, mask, groups.double().square(), generator=generator())
+    assert (
+        float((flatten(pair[0].gradient("permuted-0")) - flatten(pair[0].gradient("reward"))).abs().max())
+        > 0.1
+    )
