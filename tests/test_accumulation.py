@@ -69,7 +69,7 @@ class Coin(nn.Module):
 def tosses(n):
     ids = torch.zeros(n, 2, dtype=torch.long)
     ids[:3, 1] = 1
-    return ids, torch.tensor([[False, True]]).expand(n, -1), torch.arange(n).double()
+    return ids, torch.tensor([[False, True]]).expand(n, -1), (torch.arange(n) % 3).double()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -82,8 +82,8 @@ def test_the_engine_widens_its_sums_by_itself_and_they_are_right(monkeypatch, dt
     accumulator.add(ids[6:], mask[6:], rewards[6:])
     moments = accumulator.moments()
     exact = score_moments(Coin(F64), ids, mask, rewards).shifted(moments.reward_shift)
-    # NOTE 1 − π itself has only three digits here in float32, which this tolerance allows for.
-    precision = 1e-5 if dtype is torch.float32 else 2e-2
+    # NOTE 1 − π itself has only three digits in float32 here: the tolerance is for that, not for the sums.
+    precision = 3e-5 if dtype is torch.float32 else 2e-2
     for part in ("scores", "squares", "reward_scores"):
         for name in ("head.bias", "head.weight"):
             found = getattr(moments, part)[name]
