@@ -8,7 +8,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ceilings.reference import loop_score_moments
-from ceilings.scores import score_moments
+from ceilings.scores import ScoreAccumulator, score_moments
 from ceilings.testing import assert_equal
 
 transformers = pytest.importorskip("transformers")
@@ -227,3 +227,11 @@ def test_modules_that_see_other_rows_than_the_sequences_are_slow_and_right(kind,
     if kind != "sequences" or 1 < size < 6:  # a batch that goes whole to one expert is no surprise
         assert set(moments.slow_parameters) == slow
     assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
+
+
+def test_what_the_slow_parameters_cost_is_reported():
+    ids, mask, rewards, _ = batch("right")
+    for name, costs in (("Llama", False), ("Mixtral", True)):
+        accumulator = ScoreAccumulator(family(name)[0], ("a", "b"))
+        accumulator.add(ids, mask, rewards)
+        assert (accumulator.slow_seconds > 0) == costs == bool(accumulator.moments().slow_parameters)
