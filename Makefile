@@ -1,5 +1,7 @@
 # `make book` and `make test` are the two commands of the README; both make the environment when it is missing.
 SHELL := /bin/sh
+# Another environment that happens to be active must not leak into ours.
+unexport VIRTUAL_ENV
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin

@@ -130,8 +130,21 @@ def test_page(browser, site, name, scheme, width):
             "document.documentElement.scrollWidth - document.documentElement.clientWidth"
         )
         assert excess <= 0, f"the page is {excess} px too wide: {widest(visit.page)}"
+        assert cut_formulas(visit.page) == []
         if width == "wide":
             assert violations(visit.page, scheme) == []
+
+
+def cut_formulas(page):
+    """Formulas within a line that are wider than their column: they would lose their end."""
+    return page.evaluate(
+        """() => [...document.querySelectorAll('article mjx-container:not([display])')].flatMap(formula => {
+            let block = formula.parentElement;
+            while (getComputedStyle(block).display.startsWith('inline')) block = block.parentElement;
+            const excess = formula.getBoundingClientRect().right - block.getBoundingClientRect().right;
+            return excess > 1 ? [block.innerText.slice(0, 60) + ': ' + Math.round(excess) + ' px'] : [];
+        })"""
+    )
 
 
 def widest(page):

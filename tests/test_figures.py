@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from ceilings.figures import COLOURS, STYLE, house_plot, tightness_histogram
+from ceilings.figures import COLOURS, STYLE, house_plot, null_rows, tightness_histogram
 
 F64 = torch.float64
 
@@ -127,3 +127,25 @@ def test_every_meaning_has_its_own_colour_and_the_style_file_is_found():
     with mpl.rc_context():
         plt.style.use(STYLE)
         assert mpl.rcParams["figure.constrained_layout.use"] and mpl.rcParams["savefig.dpi"] == 150
+
+
+def test_null_rows_draw_every_null_and_each_result_in_its_row(ax):
+    rows = {"many": torch.linspace(0.1, 0.3, 24), "one": torch.tensor([0.2])}
+    null_rows(ax, rows, results={"many": 0.25}, chance=0.01)
+    assert [text.get_text() for text in ax.get_yticklabels()] == ["one", "many"]  # first row at the top
+    dots = [line for line in ax.lines if line.get_marker() == "o" and len(line.get_xdata())]
+    assert sorted(len(line.get_xdata()) for line in dots) == [1, 24]
+    bars = [line for line in ax.lines if line.get_linewidth() == 7]
+    assert len(bars) == 1  # one draw has no interval
+    assert bars[0].get_xdata() == pytest.approx([0.11, 0.29], abs=1e-6)
+    (result,) = [line for line in ax.lines if line.get_marker() == "D" and len(line.get_xdata())]
+    assert (list(result.get_xdata()), list(result.get_ydata())) == ([0.25], [1])
+    assert {text.get_text() for text in ax.get_legend().get_texts()} == {"measured", "null model", "chance"}
+
+
+def test_null_rows_refuse_a_result_without_nulls(ax):
+    for rows in ({}, {"none": torch.zeros(0)}):
+        with pytest.raises(ValueError, match="cannot be read without its nulls"):
+            null_rows(ax, rows, {}, 0.01)
+    with pytest.raises(ValueError, match=r"no null model is given for \['tea'\]"):
+        null_rows(ax, {"coffee": torch.zeros(3)}, {"tea": 0.5}, 0.01)

@@ -323,17 +323,18 @@ def test_moments_hold_every_reward_and_survive_a_file(exact_llama, tmp_path):
     assert all(torch.equal(again.squares[n], moments.squares[n]) for n in moments.names)
 
 
-def test_matched_words_are_other_words_as_likely_as_the_one():
+@pytest.mark.parametrize("given", [1, 3])
+def test_matched_words_are_other_words_as_likely_as_those_given(given):
     generator = torch.Generator().manual_seed(0)
     probs = torch.rand(300, generator=generator).square()
     probs /= probs.sum()
-    word = int(probs.argmax())
-    sets = torch.stack([matched_words(probs, word, generator) for _ in range(20)])
-    assert not bool(sets[:, word].any()) and set(sets.unique().tolist()) == {0.0, 1.0}
-    assert_at_most(((sets @ probs) / probs[word] - 1).abs(), torch.tensor(0.02).expand(20))
+    words = probs.topk(given).indices
+    sets = torch.stack([matched_words(probs, words.tolist(), generator) for _ in range(20)])
+    assert not bool(sets[:, words].any()) and set(sets.unique().tolist()) == {0.0, 1.0}
+    assert_at_most(((sets @ probs) / probs[words].sum() - 1).abs(), torch.tensor(0.02).expand(20))
     assert len(sets.unique(dim=0)) > 15
     with pytest.raises(ValueError, match="no set of other words"):
-        matched_words(torch.tensor([0.9, 0.05, 0.05]), 0, generator)
+        matched_words(torch.tensor([0.9, 0.05, 0.05]), [0], generator)
 
 
 def test_each_mistake_has_its_sentence(exact_llama):

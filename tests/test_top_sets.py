@@ -67,7 +67,13 @@ def test_chance_keeps_the_counts_of_tensors_or_rows():
     second = [first[0].flip(1), first[1]]
     assert overlap(first, second) == 0.0
     assert math.isclose(chance_overlap(first, second), 10 * 10 / 200 / 10)
-    assert math.isclose(chance_overlap(first, second, by_row=True), 10 * 10 / 20 / 10)
+    assert math.isclose(chance_overlap(first, second, within="row"), 10 * 10 / 20 / 10)
+    # Columns: the members of the first lie in columns 0 to 9, those of the second in 10 to 19.
+    assert chance_overlap(first, second, within="column") == 0.0
+    swapped = [[x.T.contiguous() if x.ndim == 2 else x for x in masks] for masks in (first, second)]
+    assert math.isclose(
+        chance_overlap(*swapped, within="column"), chance_overlap(first, second, within="row")
+    )
 
 
 def test_chance_is_the_mean_over_random_sets_with_those_counts():
@@ -75,7 +81,7 @@ def test_chance_is_the_mean_over_random_sets_with_those_counts():
     first, second = ([torch.rand(6, 30, generator=generator) < p] for p in (0.2, 0.4))
     order = [torch.rand(6, 30, generator=generator).argsort(1) for _ in range(4000)]
     draws = torch.tensor([overlap([first[0].gather(1, o)], second) for o in order])
-    expected = chance_overlap(first, second, by_row=True)
+    expected = chance_overlap(first, second, within="row")
     assert_within_standard_errors(draws.mean(), expected, draws.std() / len(draws) ** 0.5, k=4)
 
 

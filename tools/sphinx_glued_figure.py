@@ -58,7 +58,9 @@ class GluedFigureText(SphinxPostTransform):
 
     def run(self, **kwargs: Any) -> None:
         """Find the images inside glued figures."""
-        for figure in self.document.findall(lambda node: isinstance(node, nodes.figure) and "glued_alt" in node):
+        for figure in self.document.findall(
+            lambda node: isinstance(node, nodes.figure) and "glued_alt" in node
+        ):
             for image in figure.findall(nodes.image):
                 image["alt"] = figure["glued_alt"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.resources import files
 from typing import TYPE_CHECKING, Final
 
@@ -11,7 +12,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["COLOURS", "STYLE", "draw_roof", "house_plot", "tightness_histogram"]
+__all__ = ["COLOURS", "STYLE", "draw_roof", "house_plot", "null_rows", "tightness_histogram"]
 
 STYLE: Final = str(files("ceilings").joinpath("book.mplstyle"))
 
@@ -140,3 +141,48 @@ def tightness_histogram(
     ax.set_xlabel(r"tightness $|\rho_i|$")
     ax.set_ylabel("share of parameters")
     ax.set_xlim(0, 1)
+
+
+def null_rows(ax: Axes, rows: Mapping[str, Tensor], results: Mapping[str, float], chance: float) -> None:
+    """Draw results among their null models: one row of dots for each null, a diamond where a result belongs to it.
+
+    Parameters
+    ----------
+    ax
+        Axes to draw on.
+    rows
+        Draws of each null model by name, the first at the top; a row of five draws or more also gets the interval
+        of its middle 90 %.
+    results
+        What was measured, by the name of the row that is its null model; a row may have none.
+    chance
+        What sets drawn at random would give.
+
+    Shapes
+    ------
+    each row (draws,).
+
+    Raises
+    ------
+    ValueError
+        If there is no row, one is empty, or a result has no row of its own.
+    """
+    if not rows or any(len(draws) == 0 for draws in rows.values()):
+        raise ValueError("a row of null models is empty: a result cannot be read without its nulls")
+    if strangers := set(results) - set(rows):
+        raise ValueError(
+            f"no null model is given for {sorted(strangers)}: a result cannot be read without its nulls"
+        )
+    for y, (name, draws) in enumerate(reversed(rows.items())):
+        values = draws.detach().double()
+        if len(values) >= 5:
+            low, high = torch.quantile(values, torch.tensor([0.05, 0.95], dtype=torch.float64)).tolist()
+            ax.plot([low, high], [y, y], color=COLOURS["null"], lw=7, alpha=0.35, solid_capstyle="butt")
+        ax.plot(values, [y] * len(values), "o", color=COLOURS["null"], ms=4)
+        if name in results:
+            ax.plot([results[name]], [y], "D", color=COLOURS["gradient"], ms=7)
+    ax.plot([], [], "D", color=COLOURS["gradient"], ms=7, label="measured")
+    ax.plot([], [], "o", color=COLOURS["null"], ms=4, label="null model")
+    ax.axvline(chance, color="#444444", lw=0.8, ls=":", label="chance")
+    ax.set_yticks(range(len(rows)), list(reversed(rows)))
+    ax.legend(loc="lower right")

@@ -21,6 +21,8 @@ as many cotangents as h has entries instead of V, and one for a gradient.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -392,19 +394,21 @@ def next_token_moments(
     )
 
 
-def matched_words(probs: Tensor, word: int, generator: torch.Generator, tolerance: float = 0.02) -> Tensor:
-    """Reward of 1 on a random set of other words that is about as likely as one word.
+def matched_words(
+    probs: Tensor, words: Sequence[int], generator: torch.Generator, tolerance: float = 0.02
+) -> Tensor:
+    """Reward of 1 on a random set of other words that is about as likely as given ones.
 
     Parameters
     ----------
     probs
         Law of the next token.
-    word
-        The word to match; it is not in the set.
+    words
+        The words to match; they are not in the set.
     generator
         Source of randomness. Words are drawn without replacement by their probability and kept where they fit.
     tolerance
-        By which share the probability of the set may differ from that of the word.
+        By which share the probability of the set may differ from that of the words.
 
     Returns
     -------
@@ -420,9 +424,9 @@ def matched_words(probs: Tensor, word: int, generator: torch.Generator, toleranc
     ValueError
         If the set that was drawn does not come that close.
     """
-    target = float(probs[word])
-    others = probs.clone()
-    others[word] = 0
+    given = torch.as_tensor(words)
+    target = float(probs[given].sum())
+    others = probs.index_fill(0, given, 0.0)
     order = torch.multinomial(others, min(2000, int((others > 0).sum())), generator=generator)
     reward, mass = torch.zeros_like(probs), 0.0
     for other in order.tolist():

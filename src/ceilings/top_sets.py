@@ -8,7 +8,7 @@ statistic exactly. The upper half alone (sign, exponent and 7 bits: the bfloat16
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Final
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
@@ -143,20 +143,22 @@ def overlap(first: Sequence[Tensor], second: Sequence[Tensor]) -> float:
     return 2 * both / (_size(first) + _size(second))
 
 
-def chance_overlap(first: Sequence[Tensor], second: Sequence[Tensor], by_row: bool = False) -> float:
+def chance_overlap(
+    first: Sequence[Tensor], second: Sequence[Tensor], within: Literal["tensor", "row", "column"] = "tensor"
+) -> float:
     """Overlap to expect of two sets that agree only in how many members each tensor has.
 
     Parameters
     ----------
     first, second
         Masks, tensor by tensor about the same parameters; see `top_set`.
-    by_row
-        Keep the counts of each row of a matrix, not only those of each tensor.
+    within
+        Whose counts are kept: those of each tensor, or of each row or column of the matrices too.
 
     Returns
     -------
     float
-        Exact expectation of `overlap` if within each tensor (or row) the members were drawn at random.
+        Exact expectation of `overlap` if within each tensor (row, column) the members were drawn at random.
 
     Raises
     ------
@@ -166,8 +168,11 @@ def chance_overlap(first: Sequence[Tensor], second: Sequence[Tensor], by_row: bo
     _check_masks(first, second)
     both = 0.0
     for a, b in zip(first, second, strict=True):
-        rows = (len(a), -1) if by_row and a.ndim > 1 else (1, -1)
-        counts = a.reshape(rows).sum(1).double(), b.reshape(rows).sum(1).double()
+        whole = a.ndim != 2 or within == "tensor"
+        if whole:
+            a, b = a.reshape(1, -1), b.reshape(1, -1)
+        axis = 0 if within == "column" and not whole else 1
+        counts = a.sum(axis).double(), b.sum(axis).double()
         both += float(counts[0] @ counts[1]) * len(counts[0]) / a.numel()
     return 2 * both / (_size(first) + _size(second))
 
