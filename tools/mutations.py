@@ -223,8 +223,8 @@ LIBRARY = [
     fault(
         "a square left out of the second moment",
         "src/ceilings/score_sums.py",
-        "self.squares.index_add_(0, term.rows, term.sums.square())",
-        "self.squares.index_add_(0, term.rows, term.sums)",
+        "self.squares.index_add_(0, term.rows, found.square(), alpha=squares)",
+        "self.squares.index_add_(0, term.rows, found, alpha=squares)",
         "tests/test_scores.py",
     ),
     fault(
@@ -240,6 +240,27 @@ LIBRARY = [
         "cotangent *= (batch.scored * root_weights",
         "cotangent *= (torch.ones_like(batch.scored) * root_weights",
         "tests/test_scores.py",
+    ),
+    fault(
+        "rows that are not the sequences taken for them",
+        "src/ceilings/score_capture.py",
+        "or not _in_order(args[0])",
+        "or False",
+        "tests/test_architectures.py -k rows_than",
+    ),
+    fault(
+        "an expert that the probes did not reach left out",
+        "src/ceilings/scores.py",
+        "capture.refused | self._awakened(logits)",
+        "capture.refused",
+        "tests/test_architectures.py -k rows_than",
+    ),
+    fault(
+        "one sign for all tokens of a sequence",
+        "src/ceilings/scores.py",
+        "cotangent * self.signs[..., None]",
+        "cotangent * self.signs[..., :1, None]",
+        "tests/test_levels.py -k sign",
     ),
     fault(
         "a merge that forgets the shift of the rewards",

@@ -73,9 +73,10 @@ class ScoreMoments:
     weight_sum
         W = :math:`\sum_n w_n`; equals ``count`` for samples, 1 for a whole law.
     level
-        What one score belongs to: ``"sequence"`` (:math:`\nabla \log \pi(y)`), ``"token"``
+        Whose squares ``squares`` sums: ``"sequence"`` (:math:`\nabla \log \pi(y)`), ``"token"``
         (:math:`\nabla \log \pi(y_t \mid y_{<t})` of the tokens that were drawn), ``"next-token"`` (the same,
-        in exact expectation over the next token).
+        in exact expectation over the next token). Every sum is over responses, a response's squares being
+        those of its tokens together, so all levels estimate one Fisher diagonal (``thm-tokens``).
     weighting
         ``"samples"``: every w is 1, means are sample means. ``"probabilities"``: w is the probability of the
         response, means are exact expectations.
@@ -251,7 +252,8 @@ class ScoreMoments:
         ----------
         centred
             True: :math:`E[s^2] - E[s]^2`, the variance that belongs to `gradient`. False: :math:`E[s^2]`.
-            They agree for a policy's own whole law; for samples the second has less noise.
+            They agree for a policy's own whole law; for samples the second has less noise. A token's score
+            has mean zero after every prefix: at the other levels there is nothing to centre.
 
         Returns
         -------
@@ -269,13 +271,16 @@ class ScoreMoments:
         """
         self._check_whole()
         second = {name: t / self.weight_sum for name, t in self.squares.items()}
-        if not centred:
+        if not centred or self.level != "sequence":
             return second
         mean = self.mean_score()
         return {name: (second[name] - mean[name].square()).clamp_min(0) for name in self.names}
 
     def ceiling(self, reward: str | None = None) -> dict[str, Tensor]:
-        r"""Ceiling :math:`\sigma(R) \sqrt{F_{ii}}`, with the centred F: then no :math:`|g_i|` exceeds it.
+        r"""Ceiling :math:`\sigma(R) \sqrt{F_{ii}}`, with the centred F.
+
+        At level ``"sequence"`` no sampled :math:`|g_i|` exceeds it, which proves nothing; at the other levels
+        F and g come from different scores, and one may.
 
         Parameters
         ----------

@@ -60,7 +60,8 @@ def per_sequence_scores(
         output = model(ids[None])
         log_probs = getattr(output, "logits", output)[0].log_softmax(-1)
         log_prob = sum((log_probs[t - 1, ids[t]] for t in range(len(ids)) if scored[t]), torch.zeros(()))
-        rows.append(torch.autograd.grad(log_prob, parameters))
+        # An expert that a sequence is not routed to has the score zero.
+        rows.append(torch.autograd.grad(log_prob, parameters, materialize_grads=True))
     for embedding, index in padding.items():
         embedding.padding_idx = index
     return {name: torch.stack([row[i] for row in rows]) for i, name in enumerate(names)}

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ceilings.score_rules import Rule, Term, rule_for
 
-__all__ = ["Capture", "activations_only", "find_rules"]
+__all__ = ["Capture", "Found", "activations_only", "find_rules", "graph_reads"]
 
 
 @contextmanager
@@ -60,9 +60,31 @@ def activations_only(model: nn.Module) -> Iterator[None]:
             embedding.padding_idx = index
 
 
+class Found(NamedTuple):
+    """What `find_rules` learnt.
+
+    Parameters
+    ----------
+    rules
+        Rules of the modules.
+    fast
+        Names of the parameters of which every use is a call with a rule; those of ``idle`` among them.
+    idle
+        Names of the parameters that the probes did not use. An expert that no probe was routed to is one: a
+        later batch may use it.
+    overwritten
+        Modules whose output is changed in place by what follows them.
+    """
+
+    rules: dict[nn.Module, Rule]
+    fast: set[str]
+    idle: set[str]
+    overwritten: set[nn.Module]
+
+
 def find_rules(
-    model: nn.Module, parameters: dict[str, nn.Parameter], run: Callable[[], Tensor]
-) -> tuple[dict[nn.Module, Rule], set[str]]:
+    model: nn.Module, parameters: dict[str, nn.Parameter], run: Callable[[Tensor], Tensor], tokens: Tensor
+) -> Found:
     """Rules of the modules; parameters of which every use is a call with a rule.
 
     Parameters
@@ -72,25 +94,38 @@ def find_rules(
     parameters
         Those to measure.
     run
-        One small forward pass of the model; its batch size differs from its other axes.
+        A forward pass of the model.
+    tokens
+        Some valid token ids.
 
     Returns
     -------
-    tuple
-        The rules, and the names of the fast parameters. A parameter is not fast when the graph reads it more
-        often than its modules were called, when one of them has no rule for it, or when the first axis of
-        what it sees is not the sequence.
+    Found
+        A parameter is not fast when the graph reads it more often than its modules were called, when one of
+        them has no rule for it, or when the first axis of what it sees is not the sequences in their order.
+
+    Shapes
+    ------
+    run (N, T) -> (N, T, V), tokens (T,).
+
+    Notes
+    -----
+    Two probes, of 3 × 5 and 2 × 3 tokens, tell the axis of the sequences from any other. In the first,
+    sequences 0 and 2 are the same and 1 is not, which shows rows that were sorted or routed.
     """
     names = {id(p): name for name, p in parameters.items()}
     rules: dict[nn.Module, Rule] = {}
     calls: Counter[str] = Counter()
     slow: set[str] = set()
+    outputs: list[tuple[nn.Module, Tensor, int]] = []
+    sequences = 0
 
     def inspect_call(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         with torch.no_grad():
-            rule, covered = _try_rule(module, args, output)
+            rule, covered = _try_rule(module, args, output, sequences)
         if rule is not None:
             rules[module] = rule
+            outputs.append((module, output, output._version))
         for key, parameter in module._parameters.items():
             if id(parameter) in names:
                 calls[names[id(parameter)]] += 1
@@ -99,17 +134,29 @@ def find_rules(
 
     handles = [m.register_forward_hook(inspect_call) for m in model.modules() if len(m._parameters)]
     required = {name: p.requires_grad for name, p in parameters.items()}
+    reads: Counter[str] = Counter()
     try:
         for parameter in parameters.values():
             parameter.requires_grad_(True)
         with torch.enable_grad():
-            reads = _reads(run(), names)
+            for probe in _probes(tokens):
+                sequences = len(probe)
+                reads += graph_reads(run(probe), names)
     finally:
         for handle in handles:
             handle.remove()
         for name, parameter in parameters.items():
             parameter.requires_grad_(required[name])
-    return rules, {name for name in parameters if name not in slow and reads[name] == calls[name]}
+    fast = {name for name in parameters if name not in slow and reads[name] == calls[name]}
+    overwritten = {module for module, output, version in outputs if output._version != version}
+    return Found(rules, fast, {name for name in fast if not reads[name]}, overwritten)
+
+
+def _probes(tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Two small batches; rows 0 and 2 of the first agree and differ everywhere from row 1."""
+    row = tokens.repeat(5)[:5]
+    other = torch.where(row > 0, row - 1, 1)  # a token that every vocabulary has
+    return torch.stack([row, other, row]), torch.stack([row[:3], other[:3]])
 
 
 class _Tap(torch.autograd.Function):
@@ -118,9 +165,9 @@ class _Tap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, output: Tensor, inputs: Tensor, anchor: Tensor, record: Any) -> Tensor:
         """Identity."""
-        ctx.record = record
+        ctx.record, keep = record
         ctx.save_for_backward(inputs)
-        return output.view_as(output)
+        return output.clone() if keep else output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
@@ -134,22 +181,25 @@ class Capture:
 
     Parameters
     ----------
-    rules
+    found
         Rules of the modules of a model that `activations_only` has frozen.
     parameters
         The fast ones among its parameters.
-    consume
-        Called once a parameter with all its terms, as soon as the last of them is known.
+    sequences
+        Number of sequences in the pass.
+
+    Attributes
+    ----------
+    refused
+        Names of the parameters whose module saw something else than the sequences, which the probes had not
+        shown: their terms would be wrong.
     """
 
-    def __init__(
-        self,
-        rules: dict[nn.Module, Rule],
-        parameters: dict[str, nn.Parameter],
-        consume: Callable[[str, list[Term]], None],
-    ) -> None:
+    def __init__(self, found: Found, parameters: dict[str, nn.Parameter], sequences: int) -> None:
         self._names = {id(p): name for name, p in parameters.items()}
-        self._rules, self._consume = rules, consume
+        self._rules, self._overwritten, self._sequences = found.rules, found.overwritten, sequences
+        self.refused: set[str] = set()
+        self._consume: Callable[[str, list[Term]], None] = lambda name, terms: None
         self._calls: Counter[str] = Counter()
         self._terms: dict[str, list[Term]] = {}
         self._handles: list[RemovableHandle] = []
@@ -166,7 +216,13 @@ class Capture:
         for handle in self._handles:
             handle.remove()
 
-    def backward(self, logits: GradientEdge, cotangent: Tensor) -> None:
+    def backward(
+        self,
+        logits: GradientEdge,
+        cotangent: Tensor,
+        consume: Callable[[str, list[Term]], None],
+        keep: bool = False,
+    ) -> None:
         """Carry the cotangent of the logits back and consume every parameter on the way.
 
         Parameters
@@ -175,24 +231,33 @@ class Capture:
             Where the output of the forward pass inside this context sits in the graph.
         cotangent
             Gradient to start from.
+        consume
+            Called once a parameter with all its terms, as soon as the last of them is known.
+        keep
+            True: the graph serves another cotangent afterwards.
 
         Shapes
         ------
         cotangent (N, T, V).
         """
-        torch.autograd.backward(logits, cotangent)
+        self._consume = consume
+        torch.autograd.backward(logits, cotangent, retain_graph=keep)
         for name, terms in self._terms.items():  # uses that no gradient came back to contribute nothing
             self._consume(name, terms)
         self._terms.clear()
 
     def _tap(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Any:
         """Count the use and mark the output."""
+        if not _by_sequence(args[0], self._sequences):
+            self.refused |= self._owned(module).keys()
+            return None
         self._calls.update(self._owned(module).keys())
 
         def record(inputs: Tensor, cotangent: Tensor) -> None:
             self._record(module, inputs, cotangent)
 
-        return _Tap.apply(output, args[0], self._anchor, record)  # type: ignore[no-untyped-call]
+        keep = module in self._overwritten  # autograd lets nobody write into a view that a Function made
+        return _Tap.apply(output, args[0], self._anchor, (record, keep))  # type: ignore[no-untyped-call]
 
     def _owned(self, module: nn.Module) -> dict[str, str]:
         """Measured parameters of a module: full name to its name in the module."""
@@ -218,18 +283,50 @@ def _apply(rule: Rule, module: nn.Module, inputs: Tensor, cotangent: Tensor) -> 
     return rule(module, inputs.flatten(1, -2) if inputs.dim() > 2 else inputs.unsqueeze(1), cotangent)
 
 
-def _try_rule(module: nn.Module, args: tuple[Any, ...], output: Any) -> tuple[Rule | None, set[str]]:
+def _try_rule(
+    module: nn.Module, args: tuple[Any, ...], output: Any, sequences: int
+) -> tuple[Rule | None, set[str]]:
     """Rule of a module and the parameters it covers; none where one small call does not fit it."""
     if not args or not isinstance(args[0], Tensor) or not isinstance(output, Tensor):
         return None, set()
-    if args[0].dim() < 2 or len(args[0]) != len(output):
+    if not _by_sequence(args[0], sequences) or len(output) != sequences or not _in_order(args[0]):
         return None, set()
     rule = rule_for(module, args[0], output)
     return rule, set() if rule is None else set(_apply(rule, module, args[0], output))
 
 
-def _reads(logits: Tensor, names: dict[int, str]) -> Counter[str]:
-    """How often the graph behind the logits reads each parameter."""
+def _by_sequence(inputs: Tensor, sequences: int) -> bool:
+    """Whether the first axis can be the sequence: a matrix of activations has lost that axis."""
+    return inputs.dim() > 1 + inputs.is_floating_point() and len(inputs) == sequences
+
+
+def _in_order(inputs: Tensor) -> bool:
+    """Whether row 2 of a probe is like row 0 and not like row 1: see `_probes`."""
+    if len(inputs) < 3:
+        return True
+    x = inputs.double()
+    return bool((x[0] - x[2]).norm() <= (x[0] - x[1]).norm() / 2)
+
+
+def graph_reads(logits: Tensor, names: dict[int, str]) -> Counter[str]:
+    """How often the graph behind the logits reads each parameter.
+
+    Parameters
+    ----------
+    logits
+        Output of a forward pass.
+    names
+        Names of the parameters by their identity.
+
+    Returns
+    -------
+    Counter
+        Number of reads by name; those of other leaves are under the empty name.
+
+    Shapes
+    ------
+    logits (N, T, V).
+    """
     reads: Counter[str] = Counter()
     seen, stack = set(), [logits.grad_fn]
     while stack:

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from collections.abc import Iterator
+from typing import Final, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-__all__ = ["Batch", "check_law", "check_rewards", "check_sequences", "trimmed"]
+from ceilings.moments import Level
+
+__all__ = [
+    "Batch",
+    "check_law",
+    "check_level",
+    "check_rewards",
+    "check_sequences",
+    "portions",
+    "scored_prefixes",
+    "trimmed",
+]
 
 _WEIGHT_TOLERANCE: Final = 1e-6  # probabilities computed in float32 over a whole vocabulary still pass
 
@@ -23,25 +35,45 @@ class Batch(NamedTuple):
         True where the target belongs to the response.
     attention
         1 at real tokens.
+    signs
+        Signs of K draws for every target.
 
     Shapes
     ------
-    All (N, T).
+    signs (N, K, T), all others (N, T).
     """
 
     inputs: Tensor
     targets: Tensor
     scored: Tensor
     attention: Tensor
+    signs: Tensor
+
+    def one(self, n: int) -> Batch:
+        """One sequence alone.
+
+        Parameters
+        ----------
+        n
+            Which.
+
+        Returns
+        -------
+        Batch
+            As it stood in the batch, padding included.
+        """
+        return Batch(*(t[n : n + 1] for t in self))
 
 
-def trimmed(input_ids: Tensor, response_mask: Tensor, attention: Tensor) -> Batch:
+def trimmed(input_ids: Tensor, response_mask: Tensor, attention: Tensor, signs: Tensor) -> Batch:
     """Drop the columns that are padding to the whole batch.
 
     Parameters
     ----------
     input_ids, response_mask, attention
         As in `ceilings.scores.score_moments`, checked.
+    signs
+        Signs of K draws for every token.
 
     Returns
     -------
@@ -50,12 +82,79 @@ def trimmed(input_ids: Tensor, response_mask: Tensor, attention: Tensor) -> Batc
 
     Shapes
     ------
-    (N, T) each.
+    signs (N, K, T), all others (N, T).
     """
     stop = int(response_mask.any(0).nonzero().max())
     start = min(int(attention.any(0).nonzero().min()), stop - 1)
     inputs, targets = slice(start, stop), slice(start + 1, stop + 1)
-    return Batch(input_ids[:, inputs], input_ids[:, targets], response_mask[:, targets], attention[:, inputs])
+    return Batch(
+        input_ids[:, inputs],
+        input_ids[:, targets],
+        response_mask[:, targets],
+        attention[:, inputs],
+        signs[..., targets],
+    )
+
+
+def portions(response_mask: Tensor, size: int, by_token: bool) -> Iterator[tuple[Tensor, Tensor]]:
+    """Cut the sequences into batches.
+
+    Parameters
+    ----------
+    response_mask
+        True at the tokens that are scored.
+    size
+        Rows in one batch.
+    by_token
+        True: every scored token is a row of its own, the shortest prefixes first, so that `trimmed` can cut
+        what follows them.
+
+    Yields
+    ------
+    tuple
+        Which sequence each row is, and which of its tokens are scored.
+
+    Shapes
+    ------
+    response_mask (N, T) -> (B,), (B, T).
+    """
+    if not by_token:
+        for some in torch.arange(len(response_mask)).split(size):
+            yield some, response_mask[some]
+        return
+    tokens = response_mask.cpu().nonzero()
+    for part in tokens[tokens[:, 1].argsort(stable=True)].split(size):
+        alone = torch.zeros(len(part), response_mask.shape[1], dtype=torch.bool)
+        alone[torch.arange(len(part)), part[:, 1]] = True
+        yield part[:, 0], alone.to(response_mask.device)
+
+
+def scored_prefixes(
+    input_ids: Tensor, response_mask: Tensor, attention: Tensor, weights: Tensor
+) -> dict[tuple[int, ...], float]:
+    """What stood before each scored token, each prefix once.
+
+    Parameters
+    ----------
+    input_ids, response_mask, attention, weights
+        As in `ceilings.scores.score_moments`, checked.
+
+    Returns
+    -------
+    dict
+        Total weight of the sequences that pass through each prefix.
+
+    Shapes
+    ------
+    weights (N,), all others (N, T).
+    """
+    found: dict[tuple[int, ...], float] = {}
+    for ids, scored, real, weight in zip(input_ids, response_mask, attention, weights, strict=True):
+        tokens, where = ids[real.bool()].tolist(), scored[real.bool()].nonzero()[:, 0].tolist()
+        for t in where:
+            prefix = tuple(tokens[:t])
+            found[prefix] = found.get(prefix, 0.0) + float(weight)
+    return found
 
 
 def check_law(weights: Tensor | None) -> None:
@@ -126,6 +225,33 @@ def check_sequences(input_ids: Tensor, response_mask: Tensor, attention_mask: Te
             raise ValueError(
                 f"sequence {int(bad[0, 0])}: scored token {int(bad[0, 1])} {problem}; correct the masks"
             )
+
+
+def check_level(level: Level, sign_draws: int | None, generator: torch.Generator | None) -> None:
+    """Refuse a level that does not exist, and signs where they have no meaning.
+
+    Parameters
+    ----------
+    level, sign_draws, generator
+        As in `ceilings.scores.score_moments`.
+
+    Raises
+    ------
+    ValueError
+        If they do not fit together.
+    """
+    if level not in get_args(Level):
+        raise ValueError(f"level is {level!r}; it must be one of {get_args(Level)}")
+    if sign_draws is None:
+        return
+    if level != "token":
+        raise ValueError(
+            f"sign_draws estimates the squares of level 'token'; leave it out at level {level!r}"
+        )
+    if sign_draws < 1:
+        raise ValueError(f"sign_draws is {sign_draws}; draw at least once, or pass None for the exact sum")
+    if generator is None:
+        raise ValueError("sign_draws needs a generator: pass `torch.Generator().manual_seed(...)`")
 
 
 def check_rewards(rewards: Tensor, weights: Tensor | None, sequences: int, names: tuple[str, ...]) -> None:

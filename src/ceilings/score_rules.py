@@ -182,6 +182,14 @@ def _embedding(module: nn.Module, inputs: Tensor, cotangent: Tensor) -> dict[str
     return {"weight": RowsTerm(inputs, cotangent)}
 
 
+def _scaled_embedding(module: nn.Module, inputs: Tensor, cotangent: Tensor) -> dict[str, Term]:
+    """Rows of a table times a constant: Gemma's embedding."""
+    scale = module.embed_scale
+    assert isinstance(scale, Tensor) and isinstance(module.weight, Tensor)
+    # NOTE rounded as the module rounds it: in bfloat16 the square root of the width is another number.
+    return {"weight": RowsTerm(inputs, cotangent * scale.to(module.weight.dtype).to(cotangent.dtype))}
+
+
 def _layer_norm(module: nn.Module, inputs: Tensor, cotangent: Tensor) -> dict[str, Term]:
     """Standardise, scale, shift: y = w · h(a) + b."""
     assert isinstance(module, nn.LayerNorm)
@@ -239,12 +247,24 @@ def rule_for(module: nn.Module, inputs: Tensor, output: Tensor) -> Rule | None:
         return None
     if isinstance(module, nn.LayerNorm) and len(module.normalized_shape) != 1:
         return None
-    # Norms and GPT-2's Conv1D belong to model libraries; importing one to ask for a class would be dear.
+    # Norms and the other named classes belong to model libraries; importing one to ask for a class would be dear.
     if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):
         return _transposed_linear
+    if type(module).__name__ == "FalconLinear" and isinstance(module, nn.Linear):
+        return _linear
+    if type(module).__name__.endswith("ScaledWordEmbedding") and isinstance(module, nn.Embedding):
+        return _scaled_embedding if _is_scaled(module, inputs, output) else None
     if type(module).__name__.endswith("RMSNorm") and set(module._parameters) == {"weight"}:
         return _norm_rule(module, inputs, output)
     return RULES.get(type(module))
+
+
+def _is_scaled(module: nn.Embedding, inputs: Tensor, output: Tensor) -> bool:
+    """Whether an embedding multiplies its rows by its ``embed_scale`` and does nothing else."""
+    scale = getattr(module, "embed_scale", None)
+    if not isinstance(scale, Tensor) or scale.numel() != 1:
+        return False
+    return torch.equal(functional.embedding(inputs, module.weight) * scale.to(module.weight.dtype), output)
 
 
 def _norm_rule(module: nn.Module, inputs: Tensor, output: Tensor) -> Rule | None:

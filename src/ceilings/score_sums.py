@@ -32,17 +32,34 @@ class ParameterSums:
     Shapes
     ------
     scores and squares (rows, columns), reward_scores (K, rows, columns): a vector is one row.
+
+    Notes
+    -----
+    Sums start in the dtype of the scores, float32 or wider. After `widen` they are float64 while batches are
+    still summed in the narrow dtype, in cache.
     """
 
     def __init__(self, parameter: Tensor, rewards: int) -> None:
         shape = (1, parameter.numel()) if parameter.dim() < 2 else (len(parameter), parameter[0].numel())
-        dtype = torch.promote_types(parameter.dtype, torch.float32)
+        self._dtype = torch.promote_types(parameter.dtype, torch.float32)
         self.scores, self.squares = (
-            torch.zeros(shape, dtype=dtype, device=parameter.device) for _ in range(2)
+            torch.zeros(shape, dtype=self._dtype, device=parameter.device) for _ in range(2)
         )
-        self.reward_scores = torch.zeros((rewards, *shape), dtype=dtype, device=parameter.device)
+        self.reward_scores = torch.zeros((rewards, *shape), dtype=self._dtype, device=parameter.device)
 
-    def add(self, terms: list[Term], root_weights: Tensor, rewards: Tensor) -> None:
+    def widen(self) -> None:
+        """Continue in float64: past some thousands of terms float32 forgets the small ones."""
+        self.scores, self.squares = self.scores.double(), self.squares.double()
+        self.reward_scores = self.reward_scores.double()
+
+    def add(
+        self,
+        terms: list[Term],
+        root_weights: Tensor,
+        rewards: Tensor,
+        squares: float = 1.0,
+        linear: bool = True,
+    ) -> None:
         r"""Add a batch.
 
         Parameters
@@ -53,31 +70,41 @@ class ParameterSums:
             :math:`\sqrt{w_n}`.
         rewards
             :math:`\sqrt{w_n} (R_n - c)`.
+        squares
+            How much each square counts; 0 leaves the squares as they are.
+        linear
+            False: leave the other two sums as they are.
 
         Shapes
         ------
         root_weights (N,), rewards (K, N).
         """
         if all(isinstance(term, RowsTerm) for term in terms):
-            self._add_rows([term for term in terms if isinstance(term, RowsTerm)], root_weights, rewards)
+            looked_up = [term for term in terms if isinstance(term, RowsTerm)]
+            self._add_rows(looked_up, root_weights, rewards, squares, linear)
             return
         rows, columns = self.scores.shape
-        room = max(1, _BLOCK_BYTES * torch.get_num_threads() // self.scores.element_size())
+        room = max(1, _BLOCK_BYTES * torch.get_num_threads() // self._dtype.itemsize)
         height = min(rows, max(1, room // columns))
         depth = 1 if height < rows else max(1, min(len(root_weights), room // (height * columns)))
-        buffer = self.scores.new_empty(depth, height, columns)
+        buffer = self.scores.new_empty(depth, height, columns, dtype=self._dtype)
         for first in range(0, rows, height):
             some_rows = slice(first, min(first + height, rows))
             writes = [term.on_rows(some_rows) for term in terms]
             sums = self._on_rows(some_rows)
+            partial = sums if self.scores.dtype == self._dtype else sums.zeros(self._dtype)
             for n in range(0, len(root_weights), depth):
                 some = slice(n, min(n + depth, len(root_weights)))
                 block = buffer[: some.stop - n, : some_rows.stop - first]
                 for number, write in enumerate(writes):
                     write(block, some, number == 0)
-                sums.add(block, root_weights[some], rewards[:, some])
+                partial.add(block, root_weights[some], rewards[:, some], squares, linear)
+            if partial is not sums:
+                sums.fold(partial)
 
-    def add_one(self, score: Tensor, root_weight: float, rewards: Tensor) -> None:
+    def add_one(
+        self, score: Tensor, root_weight: float, rewards: Tensor, squares: float = 1.0, linear: bool = True
+    ) -> None:
         r"""Add one sequence.
 
         Parameters
@@ -88,26 +115,35 @@ class ParameterSums:
             :math:`\sqrt{w}`.
         rewards
             :math:`\sqrt{w} (R - c)`.
+        squares, linear
+            As in `add`.
 
         Shapes
         ------
         rewards (K,).
         """
         block = (root_weight * score.to(self.scores.dtype)).view(1, *self.scores.shape)
-        self._on_rows(slice(None)).add(block, torch.tensor([root_weight]), rewards[:, None])
+        self._on_rows(slice(None)).add(
+            block, torch.tensor([root_weight], dtype=torch.float64), rewards[:, None], squares, linear
+        )
 
     def _on_rows(self, rows: slice) -> _Part:
         """Views of the sums."""
         return _Part(self.scores[rows], self.squares[rows], list(self.reward_scores[:, rows].unbind(0)))
 
-    def _add_rows(self, terms: list[RowsTerm], root_weights: Tensor, rewards: Tensor) -> None:
+    def _add_rows(
+        self, terms: list[RowsTerm], root_weights: Tensor, rewards: Tensor, squares: float, linear: bool
+    ) -> None:
         """Add a table that is only looked up: touch the rows that occur, not the whole table."""
         term = terms[0] if len(terms) == 1 else joined(terms)
-        weights, coefficients = root_weights.to(term.sums), rewards.to(term.sums)
-        self.scores.index_add_(0, term.rows, term.sums * weights[term.sequences, None])
-        for target, reward in zip(self.reward_scores, coefficients, strict=True):
-            target.index_add_(0, term.rows, term.sums * reward[term.sequences, None])
-        self.squares.index_add_(0, term.rows, term.sums.square())
+        found = term.sums.to(self.scores.dtype)
+        if linear:
+            weights, coefficients = root_weights.to(found), rewards.to(found)
+            self.scores.index_add_(0, term.rows, found * weights[term.sequences, None])
+            for target, reward in zip(self.reward_scores, coefficients, strict=True):
+                target.index_add_(0, term.rows, found * reward[term.sequences, None])
+        if squares:
+            self.squares.index_add_(0, term.rows, found.square(), alpha=squares)
 
 
 class _Part(NamedTuple):
@@ -117,16 +153,34 @@ class _Part(NamedTuple):
     squares: Tensor
     reward_scores: list[Tensor]
 
-    def add(self, block: Tensor, root_weights: Tensor, rewards: Tensor) -> None:
+    def zeros(self, dtype: torch.dtype) -> _Part:
+        """Room for a batch."""
+        empty = torch.zeros_like(self.scores, dtype=dtype)
+        rewards = [torch.zeros_like(empty) for _ in self.reward_scores]
+        return _Part(empty, torch.zeros_like(empty), rewards)
+
+    def fold(self, other: _Part) -> None:
+        """Add the sums of a batch."""
+        self.scores.add_(other.scores)
+        self.squares.add_(other.squares)
+        for target, found in zip(self.reward_scores, other.reward_scores, strict=True):
+            target.add_(found)
+
+    def add(self, block: Tensor, root_weights: Tensor, rewards: Tensor, squares: float, linear: bool) -> None:
         """Add the scores of a few sequences; overwrites the block."""
         if len(block) == 1:
-            self.scores.add_(block[0], alpha=float(root_weights[0]))
-            self.squares.addcmul_(block[0], block[0])
-            for target, reward in zip(self.reward_scores, rewards[:, 0].tolist(), strict=True):
-                target.add_(block[0], alpha=reward)
+            if linear:
+                self.scores.add_(block[0], alpha=float(root_weights[0]))
+                for target, reward in zip(self.reward_scores, rewards[:, 0].tolist(), strict=True):
+                    target.add_(block[0], alpha=reward)
+            if squares:
+                self.squares.addcmul_(block[0], block[0], value=squares)
             return
         by_sequence = block.view(len(block), -1).T
-        self.scores.view(-1).addmv_(by_sequence, root_weights.to(block))
-        for target, reward in zip(self.reward_scores, rewards.to(block), strict=True):
-            target.view(-1).addmv_(by_sequence, reward)
-        self.squares.view(-1).addmv_(by_sequence.square_(), torch.ones_like(by_sequence[0]))
+        if linear:
+            self.scores.view(-1).addmv_(by_sequence, root_weights.to(block))
+            for target, reward in zip(self.reward_scores, rewards.to(block), strict=True):
+                target.view(-1).addmv_(by_sequence, reward)
+        if squares:
+            ones = torch.full_like(by_sequence[0], squares)
+            self.squares.view(-1).addmv_(by_sequence.square_(), ones)

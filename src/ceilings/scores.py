@@ -5,30 +5,46 @@ are formed afterwards, one sequence and one tile of rows at a time, and go strai
 `ScoreMoments`. No gradient of a sequence is ever stored, so memory does not grow with the number of
 sequences.
 
-Which modules have such a rule is the business of `ceilings.score_rules`. Before the first batch a five-token
-forward pass counts how often the graph reads each parameter and how often through a module with a rule; where
-the two differ (a matrix read outside its module, say) the parameter takes the slow path: one backward pass a
-sequence.
+Which modules have such a rule is the business of `ceilings.score_rules`. Before the first batch two forward
+passes over a few tokens count how often the graph reads each parameter and how often through a module with a
+rule; where the two differ (a matrix read outside its module, say) the parameter takes the slow path: one
+backward pass a sequence. So does a parameter of which a later batch shows what the probes did not, such as an
+expert that they were not routed to.
+
+Sums of the first thousand sequences have the dtype of the scores, at least float32; with more they go on in
+float64, because float32 would forget small terms.
 """
 
 from __future__ import annotations
 
 import inspect
-from typing import Any, Final
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ceilings.moments import ScoreMoments, Weighting, flatten
-from ceilings.score_capture import Capture, activations_only, find_rules
-from ceilings.score_inputs import Batch, check_law, check_rewards, check_sequences, trimmed
-from ceilings.score_rules import Rule, Term
+from ceilings.moments import Level, ScoreMoments, Weighting, flatten
+from ceilings.next_token import NextToken
+from ceilings.score_capture import Capture, Found, activations_only, find_rules, graph_reads
+from ceilings.score_inputs import (
+    Batch,
+    check_law,
+    check_level,
+    check_rewards,
+    check_sequences,
+    portions,
+    scored_prefixes,
+    trimmed,
+)
+from ceilings.score_rules import Term
 from ceilings.score_sums import ParameterSums
 
 __all__ = ["ScoreAccumulator", "ScoreMoments", "flatten", "score_moments"]
 
-_PROBE_SEQUENCES: Final = 3  # different from the number of tokens, so that the two axes cannot be confused
-_PROBE_TOKENS: Final = 5
+_NARROW_SEQUENCES: Final = 1024  # float32 sums of so many terms are off by at most 6e-5 of their size
 
 
 def score_moments(
@@ -41,6 +57,9 @@ def score_moments(
     attention_mask: Tensor | None = None,
     batch_size: int = 16,
     reward_names: tuple[str, ...] | None = None,
+    level: Level = "sequence",
+    sign_draws: int | None = None,
+    generator: torch.Generator | None = None,
 ) -> ScoreMoments:
     r"""Moments of the scores of whole responses, :math:`s = \sum_t \nabla \log \pi(y_t \mid y_{<t})`.
 
@@ -64,11 +83,22 @@ def score_moments(
         Sequences in one pass; changes time and memory, not the result.
     reward_names
         What the K rewards are called.
+    level
+        Whose squares are summed. ``"sequence"``: those of the scores of whole responses. ``"token"``: those
+        of the scores of the sampled tokens. ``"next-token"``: those of every possible token at the position
+        of every sampled one, weighted by its probability. The three have the same mean under the policy and
+        ever less variance; see `ceilings.next_token_cost` before asking for the last.
+    sign_draws
+        At level ``"token"``, None gives the exact sum, every scored token as a row of its own. A number gives
+        an unbiased estimate from that many backward passes more a batch, with a random sign for every token.
+    generator
+        Source of the signs.
 
     Returns
     -------
     ScoreMoments
-        Level ``"sequence"``. Sums are float64 for float64 parameters and float32 for all others.
+        At the level asked for; only its ``squares`` depend on it. Sums are float64 for float64 parameters
+        and for more than 1024 sequences, float32 otherwise.
 
     Shapes
     ------
@@ -82,22 +112,30 @@ def score_moments(
     ------
     ValueError
         If shapes disagree, a reward or weight is not finite, weights do not sum to 1, a sequence has no
-        scored token, or a scored token is padding or has nothing before it.
+        scored token, or a scored token is padding or has nothing before it; if sign draws and generator do
+        not fit the level, or the model has no linear head at level ``"next-token"``.
 
     Notes
     -----
+    With signs :math:`\epsilon_t = \pm 1`, :math:`E_\epsilon (\sum_t \epsilon_t s_t)^2 = \sum_t s_t^2`. Squaring
+    what single *positions* of a module contribute is not the same: a token's score flows through attention
+    into all earlier positions, whose contributions add up before they are squared.
+
     The model is measured in evaluation mode (dropout is not part of the policy) and left as it was found. The
     embedding's ``padding_idx`` is not honoured, because the derivative of the policy does not know it.
 
     References
     ----------
-    Claims ``thm-zero-mean``, ``thm-covariance``, ``thm-ceiling``; Goodfellow (2015) for the outer products.
+    Claims ``thm-zero-mean``, ``thm-covariance``, ``thm-ceiling``, ``thm-tokens``; Goodfellow (2015) for the
+    outer products.
     """
     check_law(weights)
     columns = rewards.shape[1] if rewards.dim() == 2 else 1
     if reward_names is None:
         reward_names = ("reward",) if columns == 1 else tuple(f"reward_{k}" for k in range(columns))
-    accumulator = ScoreAccumulator(model, reward_names, batch_size)
+    accumulator = ScoreAccumulator(
+        model, reward_names, batch_size, level=level, sign_draws=sign_draws, generator=generator
+    )
     accumulator.add(input_ids, response_mask, rewards, weights=weights, attention_mask=attention_mask)
     return accumulator.moments()
 
@@ -112,18 +150,36 @@ class ScoreAccumulator:
     reward_names
         What the rewards are called; their number is K.
     batch_size
-        Sequences in one pass.
+        Sequences in one pass; tokens where every token is a row.
+    level, sign_draws, generator
+        As in `score_moments`.
+
+    Attributes
+    ----------
+    slow_seconds
+        Time that the parameters without a fast rule have cost so far.
 
     Raises
     ------
     ValueError
-        If no parameter requires a gradient, or ``batch_size`` is not positive.
+        If no parameter requires a gradient, ``batch_size`` is not positive, or the last three do not fit
+        together.
     """
 
     def __init__(
-        self, model: nn.Module, reward_names: tuple[str, ...] = ("reward",), batch_size: int = 16
+        self,
+        model: nn.Module,
+        reward_names: tuple[str, ...] = ("reward",),
+        batch_size: int = 16,
+        *,
+        level: Level = "sequence",
+        sign_draws: int | None = None,
+        generator: torch.Generator | None = None,
     ) -> None:
+        check_level(level, sign_draws, generator)
         self.model, self.reward_names, self.batch_size = model, reward_names, batch_size
+        self.level, self._draws, self._generator = level, sign_draws or 0, generator
+        self.slow_seconds = 0.0
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not self._parameters:
             raise ValueError(
@@ -136,8 +192,10 @@ class ScoreAccumulator:
         accepted = inspect.signature(model.forward).parameters
         self._accepts = {name for name in ("attention_mask", "position_ids", "use_cache") if name in accepted}
         self._sums: dict[str, ParameterSums] = {}
-        self._rules: dict[nn.Module, Rule] = {}
+        self._found = Found({}, set(), set(), set())
         self._fast: set[str] = set()
+        self._idle: set[str] = set()
+        self._slow_next_token: set[str] = set()
         self._count, self._weight_sum = 0, 0.0
         self._weighting: Weighting | None = None
         self._shift = self._reward_sum = self._reward_squares = torch.zeros(0)
@@ -181,10 +239,16 @@ class ScoreAccumulator:
                 self._weighting = weighting
                 self._allocate(rewards.mean(0), input_ids)
             centred = rewards - self._shift
-            for start in range(0, len(rewards), self.batch_size):
-                part = slice(start, start + self.batch_size)
-                batch = trimmed(input_ids[part], response_mask[part], attention[part])
-                self._add_batch(batch, w[part].sqrt(), w[part].sqrt() * centred[part].T)
+            if self._count + len(rewards) > _NARROW_SEQUENCES:
+                for sums in self._sums.values():
+                    sums.widen()
+            signs = self._signs(input_ids)
+            by_token = self.level == "token" and not self._draws
+            for some, scored in portions(response_mask, self.batch_size, by_token):
+                batch = trimmed(input_ids[some], scored, attention[some], signs[some])
+                self._add_batch(batch, w[some].sqrt(), w[some].sqrt() * centred[some].T)
+            if self.level == "next-token":
+                self._add_next_tokens(scored_prefixes(input_ids, response_mask, attention, w))
         self._count, self._weight_sum = self._count + len(rewards), self._weight_sum + float(w.sum())
         self._reward_sum = self._reward_sum + w @ centred
         self._reward_squares = self._reward_squares + w @ centred.square()
@@ -221,16 +285,19 @@ class ScoreAccumulator:
             reward_names=self.reward_names,
             count=self._count,
             weight_sum=self._weight_sum,
+            level=self.level,
             weighting=self._weighting,
-            slow_parameters=tuple(name for name in self._parameters if name not in self._fast),
+            slow_parameters=tuple(
+                name for name in self._parameters if name not in self._fast or name in self._slow_next_token
+            ),
         )
 
     def _allocate(self, shift: Tensor, input_ids: Tensor) -> None:
         """Find out which parameters have a rule; make room for the sums."""
-        row = input_ids[0].repeat(_PROBE_TOKENS)[:_PROBE_TOKENS].expand(_PROBE_SEQUENCES, -1)
-        self._rules, self._fast = find_rules(
-            self.model, self._parameters, lambda: self._logits(row, torch.ones_like(row))
+        self._found = find_rules(
+            self.model, self._parameters, lambda ids: self._logits(ids, torch.ones_like(ids)), input_ids[0]
         )
+        self._fast, self._idle = self._found.fast, self._found.idle
         self._shift = shift
         self._reward_sum = self._reward_squares = torch.zeros_like(shift)
         self._sums = {name: ParameterSums(p, len(shift)) for name, p in self._parameters.items()}
@@ -243,37 +310,104 @@ class ScoreAccumulator:
         logits: Tensor = getattr(output, "logits", output)
         return logits
 
+    def _signs(self, input_ids: Tensor) -> Tensor:
+        """Signs for every token of every sequence: drawn at once, so that batches do not matter."""
+        shape = (len(input_ids), self._draws, input_ids.shape[1])
+        if not self._draws:
+            return torch.zeros(shape, dtype=torch.int8, device=input_ids.device)
+        drawn = torch.randint(2, shape, generator=self._generator, dtype=torch.int8)
+        return (2 * drawn - 1).to(input_ids.device)
+
+    def _passes(self, batch: Batch) -> list[_Pass]:
+        """Backward passes that one forward pass serves; the last one has no signs."""
+        drawn = [_Pass(signs, 1 / self._draws, False) for signs in batch.signs.unbind(1)]
+        alone = self.level == "sequence" or (self.level == "token" and not drawn)
+        return [*drawn, _Pass(None, 1.0 if alone else 0.0, True)]
+
     def _add_batch(self, batch: Batch, root_weights: Tensor, rewards: Tensor) -> None:
-        """One forward and backward pass, then the slow parameters."""
-
-        def consume(name: str, terms: list[Term]) -> None:
-            self._sums[name].add(terms, root_weights, rewards)
-
-        with Capture(self._rules, {name: self._parameters[name] for name in self._fast}, consume) as capture:
+        """One forward pass and its backward passes, then the slow parameters."""
+        fast = {name: self._parameters[name] for name in self._fast}
+        passes = self._passes(batch)
+        with Capture(self._found, fast, len(root_weights)) as capture, self._watched():
             logits = self._logits(batch.inputs, batch.attention)
-            cotangent = _log_prob_cotangent(logits, batch, root_weights)
-            edge = torch.autograd.graph.get_gradient_edge(logits)
-            del logits  # as large as everything the backward pass keeps of a layer or two
-            capture.backward(edge, cotangent)
-        slow = [name for name in self._parameters if name not in self._fast]
-        for n in range(len(root_weights) if slow else 0):
-            for name, score in self._slow_scores(slow, Batch(*(t[n : n + 1] for t in batch))).items():
-                self._sums[name].add_one(score, float(root_weights[n]), rewards[:, n])
+        surprises = capture.refused | self._awakened(logits)
+        if surprises:
+            self._fast, self._idle = self._fast - surprises, self._idle - surprises
+            self._add_batch(batch, root_weights, rewards)
+            return
+        cotangent = _log_prob_cotangent(logits, batch, root_weights)
+        edge = torch.autograd.graph.get_gradient_edge(logits)
+        del logits  # as large as everything the backward pass keeps of a layer or two
+        for number, each in enumerate(passes):
 
-    def _slow_scores(self, slow: list[str], batch: Batch) -> dict[str, Tensor]:
+            def consume(name: str, terms: list[Term], each: _Pass = each) -> None:
+                self._sums[name].add(terms, root_weights, rewards, each.squares, each.linear)
+
+            capture.backward(edge, each.signed(cotangent), consume, keep=number + 1 < len(passes))
+        slow = [name for name in self._parameters if name not in self._fast]
+        if slow:
+            started = time.perf_counter()
+            for n in range(len(root_weights)):
+                self._add_slow(slow, batch.one(n), float(root_weights[n]), rewards[:, n])
+            self.slow_seconds += time.perf_counter() - started
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Let the graph show whether it reads a parameter that the probes did not."""
+        for name in self._idle:
+            self._parameters[name].requires_grad_(True)
+        try:
+            yield
+        finally:
+            for name in self._idle:
+                self._parameters[name].requires_grad_(False)
+
+    def _awakened(self, logits: Tensor) -> set[str]:
+        """Idle parameters that this forward pass used."""
+        if not self._idle:
+            return set()
+        return set(graph_reads(logits, {id(self._parameters[name]): name for name in self._idle})) - {""}
+
+    def _add_slow(self, slow: list[str], sequence: Batch, root_weight: float, rewards: Tensor) -> None:
         """Score of one sequence in the parameters without a rule."""
         parameters = [self._parameters[name].requires_grad_(True) for name in slow]
-        logits = self._logits(batch.inputs, batch.attention)
-        grads: tuple[Tensor | None, ...] = (None,) * len(slow)
-        if logits.requires_grad:
-            cotangent = _log_prob_cotangent(logits, batch, torch.ones(1))
-            grads = torch.autograd.grad(logits, parameters, cotangent, allow_unused=True)
-        for parameter in parameters:
-            parameter.requires_grad_(False)
-        return {
-            name: torch.zeros_like(parameter) if grad is None else grad
-            for name, parameter, grad in zip(slow, parameters, grads, strict=True)
-        }
+        try:
+            logits = self._logits(sequence.inputs, sequence.attention)
+            if not logits.requires_grad:
+                return
+            cotangent = _log_prob_cotangent(logits, sequence, torch.ones(1))
+            for each in self._passes(sequence):
+                grads = torch.autograd.grad(
+                    logits, parameters, each.signed(cotangent), retain_graph=True, allow_unused=True
+                )
+                for name, grad in zip(slow, grads, strict=True):
+                    if grad is not None:
+                        self._sums[name].add_one(grad, root_weight, rewards, each.squares, each.linear)
+        finally:
+            for parameter in parameters:
+                parameter.requires_grad_(False)
+
+    def _add_next_tokens(self, prefixes: dict[tuple[int, ...], float]) -> None:
+        """Add the exact second moments of the next token after every prefix."""
+        device = next(iter(self._parameters.values())).device
+        for prefix, weight in prefixes.items():
+            law = NextToken(self.model, torch.tensor(prefix, device=device))
+            self._slow_next_token.update(law.slow_names)
+            fisher = law.diagonal_fisher()
+            for name, sums in self._sums.items():
+                sums.squares.add_(fisher.pop(name).view_as(sums.squares), alpha=weight)
+
+
+class _Pass(NamedTuple):
+    """One backward pass: the sign of every target, the share of its squares, and whether it is the score."""
+
+    signs: Tensor | None
+    squares: float
+    linear: bool
+
+    def signed(self, cotangent: Tensor) -> Tensor:
+        """Cotangent of this pass."""
+        return cotangent if self.signs is None else cotangent * self.signs[..., None]
 
 
 def _log_prob_cotangent(logits: Tensor, batch: Batch, root_weights: Tensor) -> Tensor:
