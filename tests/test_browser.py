@@ -98,6 +98,7 @@ class Visit:
         self.page.evaluate(
             "() => window.MathJax && MathJax.startup ? MathJax.startup.promise.then(() => 0) : 0"
         )
+        self.page.evaluate("() => document.fonts.ready.then(() => 0)")  # widths change when fonts arrive
 
     def note(self, url, site):
         if not url.startswith((site, "data:", "blob:")):

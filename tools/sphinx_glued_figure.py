@@ -7,10 +7,13 @@ directive ``{glue}`` of myst_nb shows figures of other pages too, but takes neit
 
 from __future__ import annotations
 
+from binascii import a2b_base64
+from pathlib import Path
 from typing import Any, ClassVar
 
 from docutils import nodes
 from docutils.parsers.rst import directives
+from myst_nb.ext.glue.crossref import read_glue_cache
 from myst_nb.ext.glue.utils import PendingGlueReferenceError, create_pending_glue_ref
 from sphinx.application import Sphinx
 from sphinx.transforms.post_transforms import SphinxPostTransform
@@ -40,7 +43,8 @@ class GluedFigure(SphinxDirective):
             picture = create_pending_glue_ref(document, source, line, self.options["doc"], self.arguments[0])
         except PendingGlueReferenceError as error:
             raise self.error(str(error)) from error
-        figure = nodes.figure("", picture, align="default", glued_alt=self.options["alt"])
+        glued = {"alt": self.options["alt"], "doc": picture.refdoc, "key": picture.key}
+        figure = nodes.figure("", picture, align="default", glued=glued)
         caption = nodes.Element()
         self.state.nested_parse(self.content, self.content_offset, caption)
         if not caption.children:
@@ -52,17 +56,23 @@ class GluedFigure(SphinxDirective):
 
 
 class GluedFigureText(SphinxPostTransform):
-    """Hand the text of a glued figure to its image, once myst_nb has put the image there."""
+    """Give a glued figure its file and its text, once myst_nb has put the image node there."""
 
     default_priority = 6  # myst_nb fills in its references at 5
 
     def run(self, **kwargs: Any) -> None:
         """Find the images inside glued figures."""
-        for figure in self.document.findall(
-            lambda node: isinstance(node, nodes.figure) and "glued_alt" in node
-        ):
+        for figure in self.document.findall(lambda node: isinstance(node, nodes.figure) and "glued" in node):
+            glued = figure["glued"]
             for image in figure.findall(nodes.image):
-                image["alt"] = figure["glued_alt"]
+                image["alt"] = glued["alt"]
+                # NOTE myst_nb names the file by its contents but writes it only where the chapter shows it too.
+                folder = getattr(self.env, "mystnb_config").output_folder  # noqa: B009 - myst_nb adds it
+                kept = read_glue_cache(folder, glued["doc"])[glued["key"]]
+                builder = self.app.builder
+                file = Path(builder.outdir, builder.imagedir, Path(image["uri"]).name)
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(a2b_base64(kept["data"]["image/png"]))
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
