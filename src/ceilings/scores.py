@@ -214,6 +214,7 @@ class ScoreAccumulator:
             self._sums[name] = ParameterSums.of(
                 moments.scores[name], moments.squares[name], moments.reward_scores[name], parameter.device
             )
+        self._fast = set(self._parameters) - set(moments.slow_parameters)
         self._weighting, self._shift = moments.weighting, moments.reward_shift
         self._reward_sum, self._reward_squares = moments.reward_sum, moments.reward_squares
         self._count, self._weight_sum = moments.count, moments.weight_sum
