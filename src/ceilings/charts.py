@@ -11,14 +11,15 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-__all__ = ["concentration_chart", "distribution_chart", "heat_map", "number"]
+__all__ = ["concentration_chart", "distribution_chart", "heat_map", "number", "percent"]
 
 _WIDTH: Final = 420
 _HEIGHT: Final = 270
 _LEFT: Final = 46
-_RIGHT: Final = 14
+_RIGHT: Final = 24
 _TOP: Final = 14
 _BOTTOM: Final = 44
+_LABEL: Final = 16  # letters of the name of a column
 _SUPERSCRIPT: Final = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
@@ -43,6 +44,24 @@ def number(value: float | None, digits: int = 3) -> str:
         return f"{value:.{digits}g}" if abs(value) < 10**digits else f"{value:,.0f}"
     mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
     return f"{mantissa} × 10{str(int(exponent)).translate(_SUPERSCRIPT)}"
+
+
+def percent(share: float, digits: int = 4) -> str:
+    """Share for a reader.
+
+    Parameters
+    ----------
+    share
+        The share; 1 means all.
+    digits
+        Significant digits at most.
+
+    Returns
+    -------
+    str
+        Hundredths, with the sign.
+    """
+    return f"{100 * share:.{digits}g} %"
 
 
 def heat_map(cells: Mapping[tuple[str, str], float], unit: str, label: str, logarithmic: bool = False) -> str:
@@ -70,9 +89,11 @@ def heat_map(cells: Mapping[tuple[str, str], float], unit: str, label: str, loga
     scale = math.log if logarithmic else float
     span = (scale(high) - scale(low)) or 1.0
     tall, left = (13 if len(rows) > 8 else 22), 12 + 7 * max(map(len, rows))
-    wide = min(52, max(24, (560 - left) // len(columns)))
-    head = 10 + round(5.2 * max(map(len, columns)))
-    width, height = left + wide * len(columns) + 46, head + tall * len(rows) + 48
+    names = [column if len(column) <= _LABEL else f"{column[: _LABEL - 1]}…" for column in columns]
+    wide = min(52, max(24, (380 - left) // len(columns)))
+    head = 12 + round(4.6 * max(map(len, names)))
+    # The last label leans out to the right.
+    width, height = left + wide * len(columns) + max(8, head - 12 - wide // 2), head + tall * len(rows) + 48
     parts = []
     for x, column in enumerate(columns):
         at = f"{left + wide * (x + 0.5):.1f} {head - 6}"
@@ -148,7 +169,7 @@ def distribution_chart(
         _x_ticks({v / 10: f"{v / 10:g}" for v in range(round(right * 10) + 1)}, x, "tightness |ρ|"),
     ]
     step = _round_step(top / 4)
-    parts.append(_y_ticks({k * step: f"{k * step:.0%}" for k in range(int(top / step) + 1)}, y))
+    parts.append(_y_ticks({k * step: percent(k * step) for k in range(int(top / step) + 1)}, y))
     parts.append(f'<polygon class="series fill" points="{steps(histogram)}"/>')
     if null is not None:
         parts.append(f'<polyline class="null line" points="{steps(null)}"/>')
@@ -176,9 +197,9 @@ def concentration_chart(shares: Mapping[float, float], label: str) -> str:
     """
     low = math.log10(min(shares))
     x, y = _axis(low, 0, _LEFT, _WIDTH - _RIGHT), _axis(0, 1, _HEIGHT - _BOTTOM, _TOP)
-    ticks = {float(k): _percent(10.0**k) for k in range(round(low), 1)}
+    ticks = {float(k): percent(10.0**k) for k in range(round(low), 1)}
     parts = [_frame(), _x_ticks(ticks, x, "share of the parameters, those with most of it first")]
-    parts.append(_y_ticks({k / 4: f"{k / 4:.0%}" for k in range(5)}, y))
+    parts.append(_y_ticks({k / 4: percent(k / 4) for k in range(5)}, y))
     even = [low * (1 - k / 60) for k in range(61)]
     parts.append(
         f'<polyline class="null line" points="{" ".join(f"{x(v):.1f},{y(10**v):.1f}" for v in even)}"/>'
@@ -188,7 +209,7 @@ def concentration_chart(shares: Mapping[float, float], label: str) -> str:
         f'<polyline class="series line" points="{" ".join(f"{a:.1f},{b:.1f}" for a, b in points)}"/>'
     )
     for (a, b), (share, value) in zip(points, sorted(shares.items()), strict=True):
-        title = f"<title>top {_percent(share)} of the parameters: {value:.1%}</title>"
+        title = f"<title>top {percent(share)} of the parameters: {percent(value, 3)}</title>"
         parts.append(f'<circle class="series dot" cx="{a:.1f}" cy="{b:.1f}" r="4">{title}</circle>')
     return _svg(_WIDTH, _HEIGHT, label, "".join(parts))
 
@@ -232,14 +253,9 @@ def _round_step(step: float) -> float:
     return max((k * power for k in (1, 2, 5) if k * power <= step), default=power)
 
 
-def _percent(share: float) -> str:
-    """Share for a label."""
-    return f"{100 * share:g} %"
-
-
 def _svg(width: float, height: float, label: str, body: str) -> str:
     """Wrap a drawing."""
     return (
-        f'<svg viewBox="0 0 {width:.0f} {height:.0f}" style="max-width:{width:.0f}px" role="img" '
+        f'<svg viewBox="0 0 {width:.0f} {height:.0f}" style="max-width:{1.25 * width:.0f}px" role="img" '
         f'aria-label="{html.escape(label)}">{body}</svg>'
     )

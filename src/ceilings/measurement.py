@@ -34,7 +34,7 @@ class Checkpoint:
     path
         File of moments; one that is there is continued.
     seconds
-        Least time between two savings; never more than a twentieth of the time goes into saving.
+        Least time between two savings; no more than a twentieth of the time goes into saving. 0 saves every batch.
     """
 
     path: Path
@@ -159,7 +159,7 @@ def measure_rollouts(
             started = time.monotonic()
             _save(accumulator.moments(), checkpoint.path)
             last = time.monotonic()
-            pause = max(checkpoint.seconds, 20 * (last - started))
+            pause = max(checkpoint.seconds, 20 * (last - started)) if checkpoint.seconds else 0.0
         if stopping:
             raise Interrupted
     return accumulator.moments()

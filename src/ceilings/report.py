@@ -11,12 +11,17 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
 
+from ceilings.charts import percent
+
 __all__ = ["VERSION", "caveats", "conclusions", "package_versions", "schema", "write_json"]
 
 #: Version of the layout of ``report.json``.
 VERSION: Final = 1
 
-_SIGNAL: Final = 1.2  # how far tightness must exceed its nulls before the words call it a finding
+# How far mean tightness must exceed its nulls before the words call it a finding. Parameters share the responses, so
+# their tightness rises and falls together: if all were one, |ρ̂| would exceed twice its root mean square in one
+# sample of 22 by chance.
+_SIGNAL: Final = 2.0
 _OFF_POLICY: Final = 10.0  # a mean score this far from zero is no accident even if one direction carries all
 
 
@@ -86,8 +91,8 @@ def conclusions(report: Mapping[str, Any]) -> list[str]:
     """
     top = report["fisher"]["share_in_top"]["0.01"]
     sentences = [
-        f"Where a reward can push: the top 1 % of the parameters carry {top:.0%} of the Fisher information, and with "
-        "it of the squared ceiling. In these coordinates a reward can move them far more than the rest.",
+        f"Where a reward can push: the top 1 % of the parameters carry {percent(top, 2)} of the Fisher information, "
+        "and with it of the squared ceiling. In these coordinates a reward can move them far more than the rest.",
         _signal(report),
     ]
     layers = [t for t in report["tensors"] if t["layer"] is not None]
@@ -105,7 +110,7 @@ def conclusions(report: Mapping[str, Any]) -> list[str]:
         used = row["gradient_norm"] / row["ceiling"] if row["ceiling"] else 0.0
         sentences.append(
             f"The row with the most room is row {row['row']}{called} of {row['name']}: the norm of its gradient "
-            f"can reach {row['ceiling']:.3g}, and this reward uses {used:.0%} of that."
+            f"can reach {row['ceiling']:.3g}, and this reward uses {percent(used, 2)} of that."
         )
     return sentences
 
@@ -118,8 +123,8 @@ def _signal(report: Mapping[str, Any]) -> str:
     if uncertainty["kind"] == "exact":
         return (
             f"How much of the ceiling this reward uses: half of the parameters use at most "
-            f"{tightness['quantiles']['0.5']:.0%} of theirs, one in a hundred more than "
-            f"{tightness['quantiles']['0.99']:.0%}. The expectation is exact, so this is no sampling noise."
+            f"{percent(tightness['quantiles']['0.5'], 2)} of theirs, one in a hundred more than "
+            f"{percent(tightness['quantiles']['0.99'], 2)}. The expectation is exact, so this is no sampling noise."
         )
     nulls = [uncertainty["noise_floor"]]
     shuffled = uncertainty["shuffled_tightness"]
@@ -130,8 +135,9 @@ def _signal(report: Mapping[str, Any]) -> str:
         said += f", and {nulls[1]:.3f} is what the same rewards gave after shuffling"
     if tightness["mean"] < _SIGNAL * max(nulls):
         return (
-            f"How much of the ceiling this reward uses cannot be told from noise here: tightness is {said}. "
-            "Read no single parameter's tightness or gradient as a finding; take more responses."
+            f"How much of the ceiling this reward uses cannot be told from noise here: tightness is {said}. Parameters "
+            "share the responses and their tightness rises and falls together, so less than twice the noise says "
+            "nothing. Read no single parameter's tightness or gradient as a finding; take more responses."
         )
     return (
         f"This reward uses more of the ceiling than noise would: tightness is {said}. "

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
 from typing import Any, Final
 
-from ceilings.charts import concentration_chart, distribution_chart, heat_map, number
+from ceilings.charts import concentration_chart, distribution_chart, heat_map, number, percent
 
 __all__ = ["page"]
 
@@ -81,7 +81,7 @@ def _tiles(report: Mapping[str, Any]) -> str:
         (f"{report['model']['parameters']:,}", "parameters, tied ones once"),
         (f"{number(reward['mean'])} ± {number(reward['std'])}", "mean reward ± its standard deviation"),
         (
-            f"{report['fisher']['share_in_top']['0.01']:.0%}",
+            percent(report["fisher"]["share_in_top"]["0.01"], 2),
             "of the squared ceiling is in the top 1 % of parameters",
         ),
         (number(tightness["mean"]), f"mean tightness ({beside})"),
@@ -226,7 +226,7 @@ def _rows(report: Mapping[str, Any]) -> str:
     return (
         "<section><h2>Neurons with the most room</h2>"
         '<p class="soft small">Rows of matrices; in an embedding, tokens. The norm of a row’s gradient is at most its '
-        f"ceiling.</p>{_table(('row', 'ceiling', 'in use'), rows)}</section>"
+        f"ceiling.</p>{_table(('row', 'ceiling', 'in use', 'room'), rows)}</section>"
     )
 
 
@@ -235,12 +235,13 @@ def _parameters(report: Mapping[str, Any]) -> str:
     rows = []
     for entry in report["top_parameters"]:
         place = ", ".join(map(str, entry["index"]))
-        rho = "–" if entry["tightness"] is None else f"{entry['tightness']:.0%}"
-        rows.append((f"{html.escape(entry['name'])} [{place}]", number(entry["ceiling"]), rho))
+        rho = "–" if entry["tightness"] is None else percent(entry["tightness"], 2)
+        room = number(entry["ceiling"] - abs(entry["gradient"]))
+        rows.append((f"{html.escape(entry['name'])} [{place}]", number(entry["ceiling"]), rho, room))
     return (
         "<section><h2>Parameters with the most room</h2>"
         '<p class="soft small">Room is the ceiling less the size of the gradient.</p>'
-        f"{_table(('parameter', 'ceiling', 'in use'), rows)}</section>"
+        f"{_table(('parameter', 'ceiling', 'in use', 'room'), rows)}</section>"
     )
 
 

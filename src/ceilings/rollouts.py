@@ -363,9 +363,13 @@ def check_fits(
                 "were these made with another tokenizer?"
             )
         if context is not None and len(ids) + room > context:
-            more = f" and {room} new ones" if room else ""
+            more, way = (
+                (f" and {room} new ones", "shorten it, or lower --max-new-tokens")
+                if room
+                else ("", "shorten it")
+            )
             raise ValueError(
-                f"{name}: {len(ids)} tokens{more} are more than the model's context of {context}; shorten them"
+                f"{name}: {len(ids)} tokens{more} are more than the model's context of {context}; {way}"
             )
 
 
