@@ -19,7 +19,7 @@ _LEFT: Final = 46
 _RIGHT: Final = 24
 _TOP: Final = 14
 _BOTTOM: Final = 44
-_LABEL: Final = 16  # letters of the name of a column
+_LABEL: Final = 14  # letters of the name of a column
 _SUPERSCRIPT: Final = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
@@ -61,7 +61,7 @@ def percent(share: float, digits: int = 4) -> str:
     str
         Hundredths, with the sign.
     """
-    return f"{100 * share:.{digits}g} %"
+    return f"{100 * share:.{digits}g}\u00a0%"
 
 
 def heat_map(cells: Mapping[tuple[str, str], float], unit: str, label: str, logarithmic: bool = False) -> str:
@@ -91,7 +91,7 @@ def heat_map(cells: Mapping[tuple[str, str], float], unit: str, label: str, loga
     tall, left = (13 if len(rows) > 8 else 22), 12 + 7 * max(map(len, rows))
     names = [column if len(column) <= _LABEL else f"{column[: _LABEL - 1]}…" for column in columns]
     wide = min(52, max(24, (380 - left) // len(columns)))
-    head = 12 + round(4.6 * max(map(len, names)))
+    head = 12 + round(5.3 * max(map(len, names)))
     # The last label leans out to the right.
     width, height = left + wide * len(columns) + max(8, head - 12 - wide // 2), head + tall * len(rows) + 48
     parts = []
@@ -119,8 +119,8 @@ def heat_map(cells: Mapping[tuple[str, str], float], unit: str, label: str, loga
     bar = wide * len(columns)
     steps = 24
     for k in range(steps):
-        at = f'x="{left + bar * k / steps:.2f}" y="{base}" width="{bar / steps + 0.3:.2f}" height="8"'
-        parts.append(f'<rect class="cell" fill-opacity="{0.06 + 0.94 * k / (steps - 1):.3f}" {at}/>')
+        at = f'x="{left + bar * k / steps:.2f}" y="{base}" width="{bar / steps:.2f}" height="8"'
+        parts.append(f'<rect class="cell bar" fill-opacity="{0.06 + 0.94 * k / (steps - 1):.3f}" {at}/>')
     ends = f'<text class="tick" x="{left}" y="{base + 22}">{number(low, 2)}</text>'
     ends += f'<text class="tick end" x="{left + bar}" y="{base + 22}">{number(high, 2)}</text>'
     if bar > 240:

@@ -252,13 +252,13 @@ class _PromptsTask:
         return max(1, _ROWS // self.options.samples)
 
     def _sampled(self, folder: RunFolder, console: Console) -> Rollouts:
-        """Sample what is not in the folder yet; the file is complete after every batch."""
+        """Sample what is not in the folder yet."""
         options, samples = self.options, self.options.samples
         parts: list[Rollouts] = [read_rollouts(folder.rollouts)] if folder.rollouts.exists() else []
         extra: list[dict[str, Any]] = []
         if parts:
             extra = [{"response": line.values.get("response")} for line in read_lines(folder.rollouts)]
-        done = sum(len(part) for part in parts) // samples
+        done, saved = sum(len(part) for part in parts) // samples, time.monotonic()
         for start in range(done, len(self.prompts), self._at_once()):
             prompts = self.prompts[start : start + self._at_once()]
             drawn = sample_responses(
@@ -283,9 +283,18 @@ class _PromptsTask:
                 )
             )
             extra += [{"response": text} for text in texts]
-            write_rollouts(folder.rollouts, _together(parts), extra)
-            console.progress("sampling", min(start + len(prompts), len(self.prompts)), len(self.prompts))
-            if start + len(prompts) < len(self.prompts) and console.stopping():
+            answered = start + len(prompts)
+            console.progress("sampling", answered, len(self.prompts))
+            stopping = answered < len(self.prompts) and console.stopping()
+            # NOTE the whole file is written each time, so not after every batch.
+            if (
+                stopping
+                or answered == len(self.prompts)
+                or time.monotonic() - saved > options.checkpoint_seconds
+            ):
+                write_rollouts(folder.rollouts, _together(parts), extra)
+                saved = time.monotonic()
+            if stopping:
                 raise Interrupted
         return _together(parts)
 

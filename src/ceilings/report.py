@@ -91,8 +91,9 @@ def conclusions(report: Mapping[str, Any]) -> list[str]:
     """
     top = report["fisher"]["share_in_top"]["0.01"]
     sentences = [
-        f"Where a reward can push: the top 1 % of the parameters carry {percent(top, 2)} of the Fisher information, "
-        "and with it of the squared ceiling. In these coordinates a reward can move them far more than the rest.",
+        f"Where a reward can push: the top 1\u00a0% of the parameters carry {percent(top, 2)} of the Fisher "
+        "information, and with it of the squared ceiling. In these coordinates a reward can move them far more than "
+        "the rest.",
         _signal(report),
     ]
     layers = [t for t in report["tensors"] if t["layer"] is not None]

@@ -82,7 +82,7 @@ def _tiles(report: Mapping[str, Any]) -> str:
         (f"{number(reward['mean'])} ± {number(reward['std'])}", "mean reward ± its standard deviation"),
         (
             percent(report["fisher"]["share_in_top"]["0.01"], 2),
-            "of the squared ceiling is in the top 1 % of parameters",
+            "of the squared ceiling is in the top 1\u00a0% of parameters",
         ),
         (number(tightness["mean"]), f"mean tightness ({beside})"),
     ]
