@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import signal
 import sys
 import time
@@ -75,13 +76,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     int
         0 done; 2 wrong usage or input; 3 stopped, to be resumed; 4 not enough memory.
     """
-    try:
-        options = _options(_parser().parse_args(arguments))
-    except SystemExit as end:  # argparse ends the process; a function that is called returns
-        return int(end.code or 0)
     console = _Console()
     try:
-        return _measure(options, console)
+        return _measure(_options(_parser().parse_args(arguments)), console)
+    except SystemExit as end:  # argparse ends the process; a function that is called returns
+        return int(end.code or 0)
     except KeyboardInterrupt:
         return _fail(
             "stopped; what was saved before is kept, and the same command goes on from there", STOPPED
@@ -273,7 +272,8 @@ class _Console:
             self._clear()
             sys.stderr.write("ceilings: finishing this batch, then saving; Ctrl-C again stops at once\n")
 
-        self._previous = signal.signal(signal.SIGINT, heed)
+        with contextlib.suppress(ValueError):  # only the main thread may ask for signals
+            self._previous = signal.signal(signal.SIGINT, heed)
 
     def stopping(self) -> bool:
         """Whether Ctrl-C was pressed."""
