@@ -80,6 +80,14 @@ def test_frequencies_are_those_of_the_enumerated_law():
     assert len(law.responses) == 21 and float(((found - expected) ** 2 / expected).sum()) < 52
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_no_token_is_run_twice(kind):
+    model, seen = build(kind), []
+    model.get_input_embeddings().register_forward_pre_hook(lambda _, args: seen.append(tuple(args[0].shape)))
+    sample_responses(model, [(2, 3), (4, 2)], 3, generators([0, 1]), max_new_tokens=4)
+    assert seen == [(2, 2), (6, 1), (6, 1), (6, 1)]  # the prompts once, then one token a row
+
+
 def test_mode_of_the_model_is_left_alone():
     model = build("llama").train()
     sample_responses(model, [(2,)], 1, generators([0]), max_new_tokens=1)

@@ -9,12 +9,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
 __all__ = ["Sampled", "sample_responses"]
+
+_CACHE_METHODS: Final = ("batch_repeat_interleave", "batch_select_indices")
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,7 +125,11 @@ class _Decoder:
     def __init__(self, model: nn.Module, prompts: Sequence[tuple[int, ...]], samples: int) -> None:
         self._model, self.samples, self.rows = model, samples, len(prompts) * samples
         self._accepts = inspect.signature(model.forward).parameters
-        self._caches = "past_key_values" in self._accepts
+        # What the cache is called depends on the version of `transformers`.
+        self._cache_name = next(
+            (name for name in ("cache", "past_key_values") if name in self._accepts), None
+        )
+        self._caches = self._cache_name is not None
         self._cache: Any = None
         device = next(model.parameters()).device
         width = max(len(prompt) for prompt in prompts)
@@ -136,6 +142,7 @@ class _Decoder:
     def first(self) -> Tensor:
         """Logits after the prompts, one row a response."""
         logits = self._run(self._ids)
+        self._caches = all(hasattr(self._cache, name) for name in _CACHE_METHODS)
         if self._caches:
             self._cache.batch_repeat_interleave(self.samples)
         self._ids = self._ids.repeat_interleave(self.samples, 0)
@@ -159,16 +166,17 @@ class _Decoder:
     def _run(self, ids: Tensor) -> Tensor:
         """One forward pass; logits of the last position."""
         positions = (self._attention.cumsum(1) - 1).clamp_min(0)[:, -ids.shape[1] :]
-        extra = {
+        extra: dict[str, Any] = {
             "attention_mask": self._attention,
             "position_ids": positions,
-            "past_key_values": self._cache,
             "use_cache": self._caches,
             "logits_to_keep": 1,
         }
+        if self._caches:
+            extra[str(self._cache_name)] = self._cache
         output = self._model(ids, **{name: value for name, value in extra.items() if name in self._accepts})
         if self._caches:
-            self._cache = output.past_key_values
+            self._cache = getattr(output, str(self._cache_name), None)
         logits: Tensor = getattr(output, "logits", output)
         return logits[:, -1]
 
