@@ -318,6 +318,20 @@ def test_sampling_that_was_stopped_goes_on_with_the_same_draws(toy, here, monkey
     assert (here / "parts/rollouts.jsonl").read_text() == (here / "whole/rollouts.jsonl").read_text()
 
 
+def test_what_is_sampled_does_not_depend_on_how_many_prompts_go_at_once(toy, here, monkeypatch):
+    write_jsonl(here / "same.jsonl", [{"prompt": "w2"}] * 4)
+    drawn = []
+    for rows in (3, 32):
+        monkeypatch.setattr(measure_command, "_ROWS", rows)
+        common = ("--reward", "regex:w5|w7", "--samples", 3, "--max-new-tokens", 5, "--out", f"run{rows}")
+        assert measure(toy, "--prompts", "same.jsonl", *common) == 0
+        lines = (here / f"run{rows}/rollouts.jsonl").read_text().splitlines()
+        drawn.append([tuple(json.loads(line)["response_ids"]) for line in lines])
+    assert drawn[0] == drawn[1]
+    # The same prompt twice is asked twice, not answered once.
+    assert len({tuple(drawn[0][k : k + 3]) for k in range(0, 12, 3)}) == 4
+
+
 def test_a_finished_run_is_left_alone(toy, here, capsys):
     assert measure(toy, "--rollouts", "rollouts.jsonl", "--out", "run") == 0
     before = (here / "run/report.json").stat().st_mtime_ns
