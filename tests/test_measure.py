@@ -332,6 +332,18 @@ def test_what_is_sampled_does_not_depend_on_how_many_prompts_go_at_once(toy, her
     assert len({tuple(drawn[0][k : k + 3]) for k in range(0, 12, 3)}) == 4
 
 
+def test_what_a_killed_process_left_is_swept_up(toy, here, monkeypatch):
+    arguments = (toy, "--rollouts", "rollouts.jsonl", "--out", "run", "--batch-size", 4)
+    monkeypatch.setattr(cli._Console, "stopping", lambda self: True)
+    assert measure(*arguments) == 3
+    for name in (".tmp726IHK", ".moments.safetensors.123.part"):
+        (here / "run" / name).write_text("half of it")
+    monkeypatch.undo()
+    monkeypatch.chdir(here)
+    assert measure(*arguments) == 0
+    assert {p.name for p in (here / "run").iterdir()} == FILES
+
+
 def test_a_finished_run_is_left_alone(toy, here, capsys):
     assert measure(toy, "--rollouts", "rollouts.jsonl", "--out", "run") == 0
     before = (here / "run/report.json").stat().st_mtime_ns

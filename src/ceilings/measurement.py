@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -157,17 +156,9 @@ def measure_rollouts(
         stopping = done < len(rollouts) and stop()
         if checkpoint is not None and (stopping or time.monotonic() - last > pause):
             started = time.monotonic()
-            _save(accumulator.moments(), checkpoint.path)
+            accumulator.moments().save(checkpoint.path)
             last = time.monotonic()
             pause = max(checkpoint.seconds, 20 * (last - started)) if checkpoint.seconds else 0.0
         if stopping:
             raise Interrupted
     return accumulator.moments()
-
-
-def _save(moments: ScoreMoments, path: Path) -> None:
-    """Save, and sweep up what an earlier process left behind when it was killed while saving."""
-    for rest in path.parent.glob(f".{path.name}.*.part"):
-        if rest.name != f".{path.name}.{os.getpid()}.part":
-            rest.unlink(missing_ok=True)
-    moments.save(path)

@@ -11,7 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
 
-from ceilings.charts import percent
+from ceilings.charts import number, percent
 
 __all__ = ["VERSION", "caveats", "conclusions", "package_versions", "schema", "write_json"]
 
@@ -100,10 +100,10 @@ def conclusions(report: Mapping[str, Any]) -> list[str]:
     if layers:
         most, least = (f(layers, key=lambda t: t["ceiling_rms"]) for f in (max, min))
         ratio = most["ceiling_rms"] / least["ceiling_rms"] if least["ceiling_rms"] else None
-        spread = f", {ratio:.3g} times those of {least['name']}" if ratio else ""
+        spread = f", {number(ratio)} times those of {least['name']}" if ratio else ""
         sentences.append(
             f"By tensor: the highest ceilings in the layers are in {most['name']} (root mean square "
-            f"{most['ceiling_rms']:.3g}){spread}."
+            f"{number(most['ceiling_rms'])}){spread}."
         )
     if report["top_rows"]:
         row = report["top_rows"][0]
@@ -111,7 +111,7 @@ def conclusions(report: Mapping[str, Any]) -> list[str]:
         used = row["gradient_norm"] / row["ceiling"] if row["ceiling"] else 0.0
         sentences.append(
             f"The row with the most room is row {row['row']}{called} of {row['name']}: the norm of its gradient "
-            f"can reach {row['ceiling']:.3g}, and this reward uses {percent(used, 2)} of that."
+            f"can reach {number(row['ceiling'])}, and this reward uses {percent(used, 2)} of that."
         )
     return sentences
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -19,6 +20,8 @@ _OURS: Final = frozenset(
     "run.json rollouts.jsonl moments.safetensors gradient.safetensors fisher.safetensors tightness.safetensors "
     "report.json report.html".split()
 )
+# What a process that was killed while writing leaves behind: our own temporary files, and those of safetensors.
+_UNFINISHED: Final = re.compile(r"\..+\.part|\.tmp\w{6}")
 _PROBED: Final = 256  # entries of each tensor that go into a model's fingerprint
 
 
@@ -45,7 +48,7 @@ class RunFolder:
             raise ValueError(f"{self.path} cannot be written to: choose another --out")
         self._made_here = not self.path.exists()
         held = {p.name for p in self.path.iterdir()} if self.path.exists() else set()
-        strangers = {n for n in held if n not in _OURS and not (n.startswith(".") and n.endswith(".part"))}
+        strangers = {name for name in held if name not in _OURS and not _UNFINISHED.fullmatch(name)}
         if held and ("run.json" not in held or strangers):
             raise ValueError(
                 f"{self.path} is not empty and holds more than a run of this command "
@@ -100,7 +103,7 @@ class RunFolder:
             )
 
     def claim(self, config: Mapping[str, Any]) -> None:
-        """Make the folder and write down what will be measured.
+        """Make the folder, or sweep up what a killed process left in it, and write down what will be measured.
 
         Parameters
         ----------
@@ -108,6 +111,9 @@ class RunFolder:
             As in `check`.
         """
         self.check(config)
+        for path in self.path.iterdir() if self.begun else ():
+            if _UNFINISHED.fullmatch(path.name):
+                path.unlink()
         if not self.begun:
             self.path.mkdir(parents=True, exist_ok=True)
             write_json(self.path / "run.json", {"config": config})
