@@ -219,6 +219,8 @@ def test_page_asks_nothing_of_anyone(toy, here):
     found = json.loads((here / "run/report.json").read_text())
     for name in (t["name"] for t in found["tensors"]):
         assert name in text
+    # A long name over a column is cut, so that it stays inside the picture.
+    assert ">post_attentio…</text>" in text and ">post_attention_layernorm</text>" not in text
 
 
 def test_page_escapes_what_it_shows(toy, here):

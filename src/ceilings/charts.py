@@ -95,11 +95,9 @@ def heat_map(cells: Mapping[tuple[str, str], float], unit: str, label: str, loga
     # The last label leans out to the right.
     width, height = left + wide * len(columns) + max(8, head - 12 - wide // 2), head + tall * len(rows) + 48
     parts = []
-    for x, column in enumerate(columns):
+    for x, name in enumerate(names):
         at = f"{left + wide * (x + 0.5):.1f} {head - 6}"
-        parts.append(
-            f'<text class="tick" transform="translate({at}) rotate(-45)">{html.escape(column)}</text>'
-        )
+        parts.append(f'<text class="tick" transform="translate({at}) rotate(-45)">{html.escape(name)}</text>')
     for y, row in enumerate(rows):
         # Of many rows only every fifth is named.
         if len(rows) <= 12 or y % 5 == 0 or y == len(rows) - 1:

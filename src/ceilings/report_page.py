@@ -220,9 +220,9 @@ def _rows(report: Mapping[str, Any]) -> str:
     for row in report["top_rows"]:
         label = f" <span class='soft'>“{html.escape(row['label'])}”</span>" if row["label"] else ""
         used = row["gradient_norm"] / row["ceiling"] if row["ceiling"] else 0.0
-        rows.append(
-            (f"{html.escape(row['name'])} [{row['row']}]{label}", number(row["ceiling"]), f"{used:.0%}")
-        )
+        name = f"{html.escape(row['name'])} [{row['row']}]{label}"
+        room = number(row["ceiling"] - row["gradient_norm"])
+        rows.append((name, number(row["ceiling"]), percent(used, 2), room))
     return (
         "<section><h2>Neurons with the most room</h2>"
         '<p class="soft small">Rows of matrices; in an embedding, tokens. The norm of a row’s gradient is at most its '
@@ -290,6 +290,8 @@ def _list(sentences: Iterable[str]) -> str:
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Table whose first column is a name and whose others are numbers; cells are HTML already."""
     top = "".join(f"<th{'' if k == 0 else ' class=num'}>{html.escape(h)}</th>" for k, h in enumerate(heads))
+    rows = list(rows)
+    assert all(len(row) == len(heads) for row in rows)
     body = "".join(
         "<tr>"
         + "".join(f'<td class="{"num" if k else "name"}">{c}</td>' for k, c in enumerate(row))
