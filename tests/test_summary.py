@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
+from ceilings.charts import number, percent
 from ceilings.moments import ScoreMoments
-from ceilings.summary import derived_tensors, noise_floor, summarise
+from ceilings.summary import _Histogram, derived_tensors, noise_floor, summarise
 
 
 def by_hand(scores, rewards):
@@ -67,3 +68,25 @@ def test_derived_tensors_are_those_of_the_moments():
         assert all(torch.equal(found[name], expected[name]) for name in moments.names)
     with pytest.raises(ValueError, match="'shape' is not derived from moments"):
         derived_tensors(moments, "shape")
+
+
+def test_every_entry_of_a_large_tensor_is_counted():
+    histogram = _Histogram()
+    histogram.add(torch.full((2**24 + 1000,), 0.0005))
+    histogram.add(torch.tensor([1.0, torch.nan]))
+    assert float(histogram.counts.sum()) == histogram.defined == 2**24 + 1001 and histogram.undefined == 1
+    assert histogram.summary()["quantiles"]["0.99"] == 0.0005
+
+
+def test_numbers_are_for_readers():
+    assert [percent(x, 2) for x in (0.0567, 0.5, 0.996, 1.0)] == [
+        f"{t}\u00a0%" for t in ("5.7", "50", "100", "100")
+    ]
+    assert percent(1e-4) == "0.01\u00a0%"
+    assert [number(x) for x in (None, 0.0, 0.1234, 2118.4, 1.5e-6)] == [
+        "–",
+        "0",
+        "0.123",
+        "2,118",
+        "1.50 × 10⁻⁶",
+    ]

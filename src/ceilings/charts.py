@@ -61,7 +61,9 @@ def percent(share: float, digits: int = 4) -> str:
     str
         Hundredths, with the sign.
     """
-    return f"{100 * share:.{digits}g}\u00a0%"
+    hundredths = 100 * share
+    shown = f"{hundredths:.{digits}g}" if hundredths < 10**digits - 0.5 else f"{hundredths:.0f}"
+    return f"{shown}\u00a0%"
 
 
 def heat_map(cells: Mapping[tuple[str, str], float], unit: str, label: str, logarithmic: bool = False) -> str:

@@ -187,7 +187,9 @@ class _Histogram:
     def add(self, values: Tensor) -> tuple[Tensor, int]:
         """Add a tensor; the values of it that are defined, and their number."""
         real = values[~values.isnan()].float()
-        self.counts += torch.histc(real, _BINS, 0, 1).cpu().double() if real.numel() else 0
+        # NOTE not `histc`: its counts are float32 and stop at 2²⁴, less than one embedding has entries.
+        place = (real * _BINS).long().clamp_(0, _BINS - 1)
+        self.counts += torch.bincount(place, minlength=_BINS).cpu()
         self.defined += real.numel()
         self.undefined += values.numel() - real.numel()
         self.total += float(real.double().sum())
