@@ -128,6 +128,16 @@ def test_each_wrong_path_says_what_is_wrong(tmp_path, folder):
         load_pretrained(folder / "empty")
 
 
+def test_folder_without_a_tokenizer_will_do_where_none_is_needed(folder):
+    assert load_pretrained(folder, need_tokenizer=False)[1] is not None
+    for file in folder.glob("*token*"):
+        file.unlink()
+    model, tokenizer = load_pretrained(folder, need_tokenizer=False)
+    assert tokenizer is None and sum(p.numel() for p in model.parameters()) > 0
+    with pytest.raises(ValueError, match="is not a readable causal language model"):
+        load_pretrained(folder)
+
+
 def test_encoder_is_refused(tmp_path):
     from transformers import T5Config
 

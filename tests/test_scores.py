@@ -680,3 +680,31 @@ def test_samples_and_probabilities_are_kept_apart():
     accumulator.add(ids, mask, rewards)
     with pytest.raises(ValueError, match="earlier sequences were samples, these are probabilities"):
         accumulator.add(ids, mask, rewards, weights=torch.full((11,), 1 / 11))
+
+
+# Going on from saved moments
+
+
+def test_an_accumulator_goes_on_from_saved_moments(tmp_path):
+    model, (ids, mask, rewards) = tiny(), random_batch()
+    first = ScoreAccumulator(model, ("a", "b"), 4)
+    first.add(ids[:5], mask[:5], rewards[:5])
+    first.moments().save(tmp_path / "moments.safetensors")
+    second = ScoreAccumulator(model, ("a", "b"), 4)
+    second.restore(ScoreMoments.load(tmp_path / "moments.safetensors"))
+    assert second.moments().count == 5 and second.moments().slow_parameters == ()
+    second.add(ids[5:], mask[5:], rewards[5:])
+    assert_same_sums(second.moments(), loop_score_moments(model, ids, mask, rewards))
+
+
+def test_moments_of_something_else_are_not_restored():
+    model, (ids, mask, rewards) = tiny(), random_batch()
+    moments = score_moments(model, ids, mask, rewards)
+    with pytest.raises(ValueError, match="belong to another model, level or reward"):
+        ScoreAccumulator(model, ("other", "names")).restore(moments)
+    with pytest.raises(ValueError, match="belong to another model, level or reward"):
+        ScoreAccumulator(tiny(width=16), moments.reward_names).restore(moments)
+    busy = ScoreAccumulator(model, moments.reward_names)
+    busy.add(ids, mask, rewards)
+    with pytest.raises(ValueError, match="holds sequences already"):
+        busy.restore(moments)

@@ -17,7 +17,7 @@ import struct
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 from unittest import mock
 
 import numpy as np
@@ -60,9 +60,27 @@ def built_in_model_path() -> Path:
     return path
 
 
+@overload
 def load_pretrained(
-    path: str | os.PathLike[str] | None = None, *, dtype: torch.dtype = torch.float32
-) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+    path: str | os.PathLike[str] | None = ...,
+    *,
+    dtype: torch.dtype = ...,
+    need_tokenizer: Literal[True] = ...,
+) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]": ...
+
+
+@overload
+def load_pretrained(
+    path: str | os.PathLike[str] | None = ..., *, dtype: torch.dtype = ..., need_tokenizer: bool
+) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase | None]": ...
+
+
+def load_pretrained(
+    path: str | os.PathLike[str] | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    need_tokenizer: bool = True,
+) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase | None]":
     """Causal language model and tokenizer from a local folder or GGUF file, ready to be measured.
 
     Parameters
@@ -71,11 +89,14 @@ def load_pretrained(
         A folder written by ``save_pretrained``, a ``.gguf`` file, or None for the built-in model.
     dtype
         Floating type of every parameter.
+    need_tokenizer
+        False: a folder without a tokenizer will do, for work on token ids alone.
 
     Returns
     -------
     tuple
-        The model, in evaluation mode on the CPU, and its tokenizer.
+        The model, in evaluation mode on the CPU, and its tokenizer; None in its place if the folder has none and it
+        is not needed.
 
     Raises
     ------
@@ -98,7 +119,9 @@ def load_pretrained(
         raise ValueError(f"{source.name!r} is not a .gguf file; give the folder that holds it instead.")
     with _silence():
         try:
-            model, tokenizer, missing = (_from_gguf if is_gguf else _from_folder)(source, dtype)
+            needed = need_tokenizer or _has_tokenizer(source)
+            model, missing = (_model_of_gguf if is_gguf else _model_of_folder)(source, dtype)
+            tokenizer = (_tokenizer_of_gguf if is_gguf else _tokenizer_of_folder)(source) if needed else None
         except (OSError, ValueError, KeyError, RuntimeError, NotImplementedError) as error:
             reason = " ".join(str(error).split())[:200]
             raise ValueError(f"{source.name!r} is not a readable causal language model: {reason}") from error
@@ -130,26 +153,41 @@ def tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
     return others
 
 
-def _from_folder(
-    folder: Path, dtype: torch.dtype
-) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase, list[str]]":
-    """Model, tokenizer and missing tensors of a folder."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def _has_tokenizer(source: Path) -> bool:
+    """Whether a folder holds any file of a tokenizer; a GGUF file always does."""
+    names = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
+    return source.is_file() or any(next(source.glob(name), None) is not None for name in names)
+
+
+def _model_of_folder(folder: Path, dtype: torch.dtype) -> "tuple[PreTrainedModel, list[str]]":
+    """Model and missing tensors of a folder."""
+    from transformers import AutoModelForCausalLM
 
     found: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, local_files_only=True, output_loading_info=True
     )
     model, report = found
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    return model, tokenizer, list(report["missing_keys"])
+    return model, list(report["missing_keys"])
 
 
-def _from_gguf(
-    path: Path, dtype: torch.dtype
-) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase, list[str]]":
-    """Model, tokenizer and missing tensors of a GGUF file."""
+def _tokenizer_of_folder(folder: Path) -> "PreTrainedTokenizerBase":
+    """Tokenizer of a folder."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+def _tokenizer_of_gguf(path: Path) -> "PreTrainedTokenizerBase":
+    """Tokenizer of a GGUF file."""
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast.from_pretrained(path.parent, gguf_file=path.name)
+
+
+def _model_of_gguf(path: Path, dtype: torch.dtype) -> "tuple[PreTrainedModel, list[str]]":
+    """Model and missing tensors of a GGUF file."""
     import gguf
-    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     conversion: Any = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
     reader = _header_reader(path)
@@ -170,8 +208,7 @@ def _from_gguf(
     model, report = type(skeleton).from_pretrained(
         None, config=config, state_dict=tensors, dtype=dtype, output_loading_info=True
     )
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(path.parent, gguf_file=path.name)
-    return model, tokenizer, list(report["missing_keys"])
+    return model, list(report["missing_keys"])
 
 
 def _header_reader(path: Path) -> Any:

@@ -47,6 +47,34 @@ class ParameterSums:
         )
         self.reward_scores = torch.zeros((rewards, *shape), dtype=self._dtype, device=parameter.device)
 
+    @classmethod
+    def of(
+        cls, scores: Tensor, squares: Tensor, reward_scores: Tensor, device: torch.device
+    ) -> ParameterSums:
+        """Sums that were summed before.
+
+        Parameters
+        ----------
+        scores, squares, reward_scores
+            As in `ceilings.moments.ScoreMoments`; taken over, not copied, where they lie on the device.
+        device
+            Where to go on.
+
+        Returns
+        -------
+        ParameterSums
+            Ready for more.
+
+        Shapes
+        ------
+        scores and squares as the parameter, reward_scores ``(K, *parameter)``.
+        """
+        sums = cls(scores.new_empty(0), 0)
+        shape = (1, scores.numel()) if scores.dim() < 2 else (len(scores), scores[0].numel())
+        sums.scores, sums.squares = scores.to(device).view(shape), squares.to(device).view(shape)
+        sums.reward_scores = reward_scores.to(device).view(-1, *shape)
+        return sums
+
     def widen(self) -> None:
         """Continue in float64: past some thousands of terms float32 forgets the small ones."""
         self.scores, self.squares = self.scores.double(), self.squares.double()

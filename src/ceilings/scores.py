@@ -196,6 +196,7 @@ class ScoreAccumulator:
         self._fast: set[str] = set()
         self._idle: set[str] = set()
         self._slow_next_token: set[str] = set()
+        self._ready = False
         self._count, self._weight_sum = 0, 0.0
         self._weighting: Weighting | None = None
         self._shift = self._reward_sum = self._reward_squares = torch.zeros(0)
@@ -235,7 +236,7 @@ class ScoreAccumulator:
         )
         w = torch.ones(len(rewards), dtype=torch.float64) if weights is None else weights.double().cpu()
         with activations_only(self.model):
-            if self._weighting is None:
+            if self._weighting is None or not self._ready:
                 self._weighting = weighting
                 self._allocate(rewards.mean(0), input_ids)
             centred = rewards - self._shift
@@ -252,6 +253,35 @@ class ScoreAccumulator:
         self._count, self._weight_sum = self._count + len(rewards), self._weight_sum + float(w.sum())
         self._reward_sum = self._reward_sum + w @ centred
         self._reward_squares = self._reward_squares + w @ centred.square()
+
+    def restore(self, moments: ScoreMoments) -> None:
+        """Go on from moments that were saved, as if their sequences had been added here.
+
+        Parameters
+        ----------
+        moments
+            Of the same model and rewards. Their tensors are taken over, not copied.
+
+        Raises
+        ------
+        ValueError
+            If something was added already, or the moments belong to other parameters, rewards or level.
+        """
+        if self._weighting is not None:
+            raise ValueError("this accumulator holds sequences already: restore before the first `add`")
+        shapes = {name: tuple(p.shape) for name, p in self._parameters.items()}
+        if (moments.level, moments.reward_names) != (self.level, self.reward_names) or shapes != {
+            name: tuple(t.shape) for name, t in moments.scores.items()
+        }:
+            raise ValueError("these moments belong to another model, level or reward: measure again")
+        for name, parameter in self._parameters.items():
+            self._sums[name] = ParameterSums.of(
+                moments.scores[name], moments.squares[name], moments.reward_scores[name], parameter.device
+            )
+        self._fast = set(self._parameters) - set(moments.slow_parameters)
+        self._weighting, self._shift = moments.weighting, moments.reward_shift
+        self._reward_sum, self._reward_squares = moments.reward_sum, moments.reward_squares
+        self._count, self._weight_sum = moments.count, moments.weight_sum
 
     def moments(self) -> ScoreMoments:
         """Moments of everything added so far.
@@ -298,6 +328,9 @@ class ScoreAccumulator:
             self.model, self._parameters, lambda ids: self._logits(ids, torch.ones_like(ids)), input_ids[0]
         )
         self._fast, self._idle = self._found.fast, self._found.idle
+        self._ready = True
+        if self._sums:
+            return  # restored: the sums are there
         self._shift = shift
         self._reward_sum = self._reward_squares = torch.zeros_like(shift)
         self._sums = {name: ParameterSums(p, len(shift)) for name, p in self._parameters.items()}

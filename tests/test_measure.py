@@ -1,0 +1,579 @@
+"""The command: its numbers against the loop, its files against the schema, its manners against every bad input."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import jsonschema
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ceilings import cli, expected_cost, measure_command, measurement, report
+from ceilings.measurement import measure_rollouts, reward_columns
+from ceilings.moments import ScoreMoments
+from ceilings.pretrained import load_pretrained
+from ceilings.reference import loop_score_moments
+from ceilings.rollouts import read_rollouts
+from ceilings.testing import assert_equal
+from toys import CONTEXT, VOCABULARY, rollout, save_toy, some_rollouts, write_jsonl
+
+FILES = {
+    "run.json",
+    "report.json",
+    "report.html",
+    "moments.safetensors",
+    "gradient.safetensors",
+    "fisher.safetensors",
+    "tightness.safetensors",
+}
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    return save_toy(tmp_path_factory.mktemp("toy"))
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """An empty working folder, with rollouts and prompts in it."""
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "rollouts.jsonl", some_rollouts())
+    prompts = [{"prompt": f"w{k} w{k + 1}", "answer": "w5"} for k in range(2, 6)]
+    write_jsonl(tmp_path / "prompts.jsonl", prompts)
+    return tmp_path
+
+
+def measure(*arguments):
+    return cli.main(["measure", *map(str, arguments)])
+
+
+def spawn(*arguments, **settings):
+    """The command as a process of its own, both streams in pipes."""
+    command = [sys.executable, "-m", "ceilings", "measure", *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **settings)
+
+
+def loop(toy, path, dtype=torch.float64):
+    model, tokenizer = load_pretrained(toy, dtype=dtype)
+    rollouts = read_rollouts(path, tokenizer)
+    ids, mask, attention = rollouts.padded()
+    return loop_score_moments(model, ids, mask, rollouts.rewards, attention_mask=attention), rollouts
+
+
+# Numbers
+
+
+def test_report_and_files_are_those_of_the_loop(toy, here):
+    arguments = ("--rollouts", "rollouts.jsonl", "--out", "run", "--dtype", "float64", "--batch-size", 5)
+    assert measure(toy, *arguments) == 0
+    assert {p.name for p in (here / "run").iterdir()} == FILES
+    expected, rollouts = loop(toy, "rollouts.jsonl")
+    found = json.loads((here / "run/report.json").read_text())
+    # Hugging Face's norms are float32 even here, and the batch changes their rounding.
+    tolerance = 1e-5
+    gradient, fisher, tightness = expected.gradient(), expected.diagonal_fisher(), expected.tightness()
+    for name, values in (("gradient", gradient), ("fisher", fisher)):
+        stored = load_file(here / f"run/{name}.safetensors")
+        assert set(stored) == set(values)
+        for key in values:
+            assert_equal(stored[key], values[key], rtol=tolerance)
+    stored = load_file(here / "run/tightness.safetensors")
+    for key, rho in tightness.items():
+        assert (stored[key].isnan() == rho.isnan()).all()
+        assert torch.allclose(stored[key], rho, atol=1e-4, equal_nan=True)
+    every = torch.cat([f.flatten() for f in fisher.values()])
+    rho = torch.cat([t.flatten() for t in tightness.values()])
+    rho = rho[~rho.isnan()]
+    assert found["model"]["parameters"] == len(every) and found["tightness"]["defined"] == len(rho)
+    assert found["fisher"]["total"] == pytest.approx(float(every.sum()), rel=tolerance)
+    ranked = every.sort(descending=True).values
+    for share, carried in found["fisher"]["share_in_top"].items():
+        top = float(share) * len(every)
+        exact = float(ranked[: int(top)].sum() + (top - int(top)) * ranked[min(int(top), len(ranked) - 1)])
+        assert carried == pytest.approx(exact / float(every.sum()), abs=0.01)
+    assert found["gradient"]["norm"] == pytest.approx(
+        float(torch.cat([g.flatten() for g in gradient.values()]).norm()), rel=tolerance
+    )
+    std = float(rollouts.rewards.std(correction=0))
+    assert found["rewards"][0]["mean"] == pytest.approx(float(rollouts.rewards.mean()))
+    assert found["rewards"][0]["std"] == pytest.approx(std)
+    assert found["ceiling"]["norm"] == pytest.approx(std * float(every.sum()) ** 0.5, rel=tolerance)
+    assert found["tightness"]["mean"] == pytest.approx(float(rho.mean()), abs=1e-4)
+    for q, value in found["tightness"]["quantiles"].items():
+        assert value == pytest.approx(float(rho.quantile(float(q))), abs=0.004)
+    positive = std * every.sqrt()
+    for q, value in found["ceiling"]["quantiles"].items():
+        assert value == pytest.approx(float(positive.quantile(float(q))), rel=0.04, abs=1e-30)
+    assert found["uncertainty"]["noise_floor"] == pytest.approx((2 / (torch.pi * 12)) ** 0.5)
+    mean = torch.cat([s.flatten() for s in expected.mean_score().values()])
+    second = torch.cat([s.flatten() for s in expected.diagonal_fisher(centred=False).values()])
+    ratio = 12 * float(mean.square().sum() / second.sum())
+    assert found["uncertainty"]["mean_score_ratio"] == pytest.approx(ratio, rel=tolerance)
+    room = torch.cat([(std * fisher[n].sqrt() - gradient[n].abs()).flatten() for n in fisher])
+    listed = [p["ceiling"] - abs(p["gradient"]) for p in found["top_parameters"]]
+    assert torch.allclose(torch.tensor(listed).double(), room.sort(descending=True).values[:12], rtol=1e-4)
+    rows = torch.cat(
+        [
+            std * fisher[n].sum(1).sqrt() - gradient[n].square().sum(1).sqrt()
+            for n in fisher
+            if fisher[n].dim() == 2
+        ]
+    )
+    listed = [r["ceiling"] - r["gradient_norm"] for r in found["top_rows"]]
+    assert torch.allclose(torch.tensor(listed).double(), rows.sort(descending=True).values[:12], rtol=1e-4)
+    row = next(r for r in found["top_rows"] if r["name"] == "model.embed_tokens.weight")
+    assert row["label"] == ("</s>" if row["row"] == 1 else f"w{row['row']}")
+
+
+def test_centring_by_group_measures_the_centred_reward(toy, here):
+    common = ("--rollouts", "rollouts.jsonl", "--dtype", "float64")
+    assert measure(toy, *common, "--centre-by-group", "--out", "run") == 0
+    model, _ = load_pretrained(toy, dtype=torch.float64)
+    rollouts = read_rollouts("rollouts.jsonl")
+    ids, mask, attention = rollouts.padded()
+    centred = loop_score_moments(model, ids, mask, rollouts.centred_rewards(), attention_mask=attention)
+    stored = load_file(here / "run/gradient.safetensors")
+    for name, gradient in centred.gradient().items():
+        assert_equal(stored[name], gradient, rtol=1e-5)
+
+
+def test_shuffled_column_keeps_the_means_of_the_groups(here):
+    rollouts = read_rollouts("rollouts.jsonl")
+    columns, names = reward_columns(rollouts, True, torch.Generator().manual_seed(1))
+    assert names == ("reward", "shuffled")
+    assert torch.equal(columns[:, 0], rollouts.centred_rewards())
+    groups = torch.tensor(rollouts.groups)
+    for group in groups.unique():
+        part = columns[groups == group]
+        assert torch.allclose(part[:, 0].sort().values, part[:, 1].sort().values, atol=1e-12)
+    assert not torch.equal(columns[:, 0], columns[:, 1])
+
+
+def test_sampled_rollouts_are_kept_and_give_the_same_report_again(toy, here):
+    arguments = ("--reward", "regex:w5|w7", "--samples", 6, "--max-new-tokens", 5)
+    assert measure(toy, "--prompts", "prompts.jsonl", *arguments, "--out", "sampled") == 0
+    lines = [json.loads(line) for line in (here / "sampled/rollouts.jsonl").read_text().splitlines()]
+    assert len(lines) == 24 and [line["group"] for line in lines] == [k // 6 for k in range(24)]
+    for line in lines:
+        assert line["reward"] == float(bool(re.search("w5|w7", line["response"])))
+        assert len(line["log_probs"]) == len(line["response_ids"]) <= 5
+    assert measure(toy, "--rollouts", "sampled/rollouts.jsonl", "--out", "again") == 0
+    first, second = (ScoreMoments.load(here / f"{run}/moments.safetensors") for run in ("sampled", "again"))
+    for name in first.names:
+        assert torch.equal(first.squares[name], second.squares[name])
+        assert torch.equal(first.reward_scores[name][0], second.reward_scores[name][0])
+    kinds = [
+        json.loads((here / f"{run}/report.json").read_text())["fisher"]["kind"]
+        for run in ("sampled", "again")
+    ]
+    assert kinds == ["monte-carlo", "as the rollouts"]
+
+
+def test_next_token_is_exact_and_compares_the_options(toy, here):
+    assert measure(toy, "--next-token", "w2 w3", "--options", "w5", "w7", "--out", "run") == 0
+    found = json.loads((here / "run/report.json").read_text())
+    jsonschema.validate(found, report.schema())
+    model, _ = load_pretrained(toy)
+    with torch.no_grad():
+        probs = model(torch.tensor([[2, 3]])).logits[0, -1].softmax(-1)
+    assert [r["name"] for r in found["rewards"]] == ["w5", "w7"]
+    for reward, word in zip(found["rewards"], (5, 7), strict=True):
+        p = float(probs[word])
+        assert reward["mean"] == pytest.approx(p, rel=1e-5)
+        assert reward["std"] == pytest.approx((p * (1 - p)) ** 0.5, rel=1e-5)
+    # A binary reward's gradient is that of the probability itself.
+    model.requires_grad_(True)
+    model(torch.tensor([[2, 3]])).logits[0, -1].softmax(-1)[5].backward()
+    stored = load_file(here / "run/gradient.safetensors")
+    for name, parameter in model.named_parameters():
+        assert_equal(stored[name], parameter.grad, rtol=1e-3)
+    assert found["uncertainty"]["kind"] == "exact" and found["fisher"]["kind"] == "exact"
+    assert "The options compared" in (here / "run/report.html").read_text()
+
+
+# Files
+
+
+def test_report_follows_its_schema_and_every_field_of_it_is_described(toy, here):
+    measure(toy, "--rollouts", "rollouts.jsonl", "--out", "run")
+    found = json.loads((here / "run/report.json").read_text())
+    jsonschema.validate(found, report.schema())
+    for wrong in ({"version": 2}, {"surprise": 1}, {"tightness": {}}):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(found | wrong, report.schema())
+    assert str(here) not in json.dumps(found) + (here / "run/report.html").read_text()
+    assert os.uname().nodename not in (here / "run/report.json").read_text()
+
+
+def test_page_asks_nothing_of_anyone(toy, here):
+    measure(toy, "--rollouts", "rollouts.jsonl", "--out", "run")
+    text = (here / "run/report.html").read_text()
+    assert text.count("<svg") == 4
+    for outside in ("http:", "https:", "<script", "<link", "@import", "url(", "src="):
+        assert outside not in text
+    found = json.loads((here / "run/report.json").read_text())
+    for name in (t["name"] for t in found["tensors"]):
+        assert name in text
+    # A long name over a column is cut, so that it stays inside the picture.
+    assert ">post_attentio…</text>" in text and ">post_attention_layernorm</text>" not in text
+
+
+def test_page_escapes_what_it_shows(toy, here):
+    measure(toy, "--rollouts", "rollouts.jsonl", "--out", "run")
+    found = json.loads((here / "run/report.json").read_text())
+    found["config"]["model"] = found["top_rows"][0]["label"] = found["tensors"][0]["matrix"] = "<b>&"
+    from ceilings.report_page import page
+
+    assert "<b>&" not in page(found) and "&lt;b&gt;&amp;" in page(found)
+
+
+def test_words_do_not_take_noise_for_a_finding(toy, here):
+    measure(
+        toy, "--rollouts", "rollouts.jsonl", "--out", "run"
+    )  # rewards drawn without looking at the response
+    found = json.loads((here / "run/report.json").read_text())
+    assert "cannot be told from noise" in found["conclusions"][1]
+    assert "is no evidence" in found["caveats"][0]
+    strong = json.loads(json.dumps(found))
+    strong["tightness"]["mean"] = 0.9
+    assert "uses more of the ceiling than noise would" in report.conclusions(strong)[1]
+    strong["uncertainty"]["mean_score_ratio"] = 50
+    assert "do not look like samples of this model" in " ".join(report.caveats(strong))
+
+
+# Going on after a stop
+
+
+@pytest.mark.parametrize("stop_after", [1, 2, 3])
+def test_a_measurement_that_was_stopped_goes_on_to_the_same_moments(toy, here, stop_after):
+    model, _ = load_pretrained(toy, dtype=torch.float64)
+    rollouts = read_rollouts("rollouts.jsonl")
+    rewards, names = reward_columns(rollouts, False, torch.Generator().manual_seed(0))
+    whole = measure_rollouts(model, rollouts, rewards, names, batch_size=3)
+    checkpoint = measurement.Checkpoint(here / "moments.safetensors", seconds=0)
+    calls = iter(range(1, 99))
+    with pytest.raises(measurement.Interrupted):
+        measure_rollouts(
+            model,
+            rollouts,
+            rewards,
+            names,
+            batch_size=3,
+            checkpoint=checkpoint,
+            stop=lambda: next(calls) == stop_after,
+        )
+    assert ScoreMoments.load(checkpoint.path).count == 3 * stop_after
+    seen = []
+    again = measure_rollouts(
+        model,
+        rollouts,
+        rewards,
+        names,
+        batch_size=4,
+        checkpoint=checkpoint,
+        progress=lambda *p: seen.append(p),
+    )
+    assert seen[0][0] == min(12, 3 * stop_after + 4) and again.count == whole.count == 12
+    for name in whole.names:
+        assert_equal(again.squares[name], whole.squares[name], rtol=1e-5)
+        assert_equal(again.gradient("reward")[name], whole.gradient("reward")[name], rtol=1e-5)
+    assert again.reward_std("reward") == pytest.approx(whole.reward_std("reward"), rel=1e-12)
+    assert again.slow_parameters == whole.slow_parameters == ()
+
+
+def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(toy, here):
+    write_jsonl(here / "rollouts.jsonl", some_rollouts(1200))
+    arguments = (toy, "--rollouts", "rollouts.jsonl", "--out", "run")
+    process = spawn(*arguments, "--batch-size", 2, cwd=here)
+    deadline = time.monotonic() + 120
+    while not (here / "run/run.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 3, (out, err)
+    assert "finishing this batch" in err and "the same command goes on" in err and "Traceback" not in err
+    kept = ScoreMoments.load(here / "run/moments.safetensors").count
+    assert 0 < kept < 1200
+    assert {p.name for p in (here / "run").iterdir()} == {"run.json", "moments.safetensors"}
+    assert measure(*arguments, "--batch-size", 128) == 0
+    assert ScoreMoments.load(here / "run/moments.safetensors").count == 1200
+
+
+def test_sampling_that_was_stopped_goes_on_with_the_same_draws(toy, here, monkeypatch, capsys):
+    arguments = ("--reward", "regex:w5|w7", "--samples", 3, "--max-new-tokens", 5)
+    monkeypatch.setattr(measure_command, "_ROWS", 3)  # one prompt at a time
+    assert measure(toy, "--prompts", "prompts.jsonl", *arguments, "--out", "whole") == 0
+    monkeypatch.setattr(cli._Console, "stopping", lambda self: True)
+    assert measure(toy, "--prompts", "prompts.jsonl", *arguments, "--out", "parts") == 3
+    assert len((here / "parts/rollouts.jsonl").read_text().splitlines()) == 3
+    assert "the same command goes on from there" in capsys.readouterr().err
+    monkeypatch.undo()
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(measure_command, "_ROWS", 3)
+    assert measure(toy, "--prompts", "prompts.jsonl", *arguments, "--out", "parts") == 0
+    assert (here / "parts/rollouts.jsonl").read_text() == (here / "whole/rollouts.jsonl").read_text()
+
+
+def test_what_is_sampled_does_not_depend_on_how_many_prompts_go_at_once(toy, here, monkeypatch):
+    write_jsonl(here / "same.jsonl", [{"prompt": "w2"}] * 4)
+    drawn = []
+    for rows in (3, 32):
+        monkeypatch.setattr(measure_command, "_ROWS", rows)
+        common = ("--reward", "regex:w5|w7", "--samples", 3, "--max-new-tokens", 5, "--out", f"run{rows}")
+        assert measure(toy, "--prompts", "same.jsonl", *common) == 0
+        lines = (here / f"run{rows}/rollouts.jsonl").read_text().splitlines()
+        drawn.append([tuple(json.loads(line)["response_ids"]) for line in lines])
+    assert drawn[0] == drawn[1]
+    # The same prompt twice is asked twice, not answered once.
+    assert len({tuple(drawn[0][k : k + 3]) for k in range(0, 12, 3)}) == 4
+
+
+def test_what_a_killed_process_left_is_swept_up(toy, here, monkeypatch):
+    arguments = (toy, "--rollouts", "rollouts.jsonl", "--out", "run", "--batch-size", 4)
+    monkeypatch.setattr(cli._Console, "stopping", lambda self: True)
+    assert measure(*arguments) == 3
+    for name in (".tmp726IHK", ".moments.safetensors.123.part"):
+        (here / "run" / name).write_text("half of it")
+    monkeypatch.undo()
+    monkeypatch.chdir(here)
+    assert measure(*arguments) == 0
+    assert {p.name for p in (here / "run").iterdir()} == FILES
+
+
+def test_a_finished_run_is_left_alone(toy, here, capsys):
+    assert measure(toy, "--rollouts", "rollouts.jsonl", "--out", "run") == 0
+    before = (here / "run/report.json").stat().st_mtime_ns
+    capsys.readouterr()
+    assert measure(toy, "--rollouts", "rollouts.jsonl", "--out", "run", "--batch-size", 3) == 0
+    assert "holds this measurement already" in capsys.readouterr().out
+    assert (here / "run/report.json").stat().st_mtime_ns == before
+
+
+# Manners
+
+
+def test_in_a_pipe_there_is_no_progress(toy, here):
+    process = spawn(toy, "--rollouts", "rollouts.jsonl", "--out", "run", "--batch-size", 1, cwd=here)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0 and err == ""
+    assert "\r" not in out and "parameters; memory about" in out and out.rstrip().endswith("run/report.html")
+
+
+def test_on_a_terminal_progress_says_how_long_it_will_take(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    console = cli._Console()
+    clock = iter((0.0, 30.0, 60.0))
+    monkeypatch.setattr(cli.time, "monotonic", lambda: next(clock))
+    for done in (10, 20, 40):
+        console.progress("measuring", done, 40)
+    err = capsys.readouterr().err
+    assert "measuring 10 of 40" in err and "measuring 20 of 40 · about 60 s left" in err
+    assert "40 of 40" not in err and err.endswith("\r\x1b[K")
+
+
+def test_dry_run_writes_nothing(toy, here, capsys):
+    assert measure(toy, "--rollouts", "rollouts.jsonl", "--out", "run", "--dry-run") == 0
+    parameters = sum(p.numel() for p in load_pretrained(toy)[0].parameters())
+    assert f"{parameters:,} parameters; memory about" in capsys.readouterr().out
+    assert not (here / "run").exists()
+
+
+def test_help_is_a_manual_with_examples(capsys):
+    assert measure("--help") == 0
+    text = capsys.readouterr().out
+    for word in (
+        "examples:",
+        "--rollouts rollouts.jsonl",
+        "--next-token",
+        "exit codes:",
+        "Ctrl-C",
+        "--dry-run",
+    ):
+        assert word in text
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ((), "the following arguments are required: MODEL, --out"),
+        (("m", "--out", "o"), "one of the arguments --rollouts --prompts --next-token is required"),
+        (("m", "--out", "o", "--rollouts", "r", "--prompts", "p"), "not allowed with"),
+        (("m", "--out", "o", "--prompts", "p"), "--prompts needs a --reward"),
+        (("m", "--out", "o", "--rollouts", "r", "--samples", "3"), "--samples goes with --prompts only"),
+        (("m", "--out", "o", "--rollouts", "r", "--reward", "exact"), "--reward goes with --prompts only"),
+        (("m", "--out", "o", "--next-token", "a"), "--next-token and --options go together"),
+        (
+            ("m", "--out", "o", "--rollouts", "r", "--batch-size", "0"),
+            "'0' is not a whole number of at least 1",
+        ),
+        (("m", "--out", "o", "--rollouts", "r", "--samples", "x"), "'x' is not a whole number of at least 1"),
+    ],
+)
+def test_wrong_usage_is_one_line(capsys, arguments, message):
+    assert measure(*arguments) == 2
+    err = capsys.readouterr().err
+    assert message in err and "--help" in err and err.count("\n") == 1
+
+
+def complaint(capsys, code, *arguments):
+    """The one sentence that a wrong input gets; nothing may be left behind."""
+    capsys.readouterr()
+    assert measure(*arguments) == code
+    out, err = capsys.readouterr()
+    assert err.startswith("ceilings: ") and err.count("\n") == 1 and "Traceback" not in err
+    return err
+
+
+@pytest.mark.parametrize(
+    "lines, message",
+    [
+        ([rollout(), '{"prompt_ids": [2'], "bad.jsonl, line 2: not complete JSON"),
+        ([rollout(), rollout(reward=float("nan"))], "bad.jsonl, line 2: the reward is nan"),
+        ([rollout(), rollout(response=())], "bad.jsonl, line 2: the response is empty"),
+        ([rollout()], "one response only"),
+        ([rollout()] * 3, "all 3 rewards equal 1"),
+        (
+            [rollout(), rollout((2, VOCABULARY), reward=0.0)],
+            f"rollout 2: token id {VOCABULARY} is out of range",
+        ),
+        (
+            [rollout(), rollout(response=[2] * CONTEXT, reward=0.0)],
+            f"more than the model's context of {CONTEXT}",
+        ),
+        ([rollout((2,)), rollout((2,)), rollout((3,), reward=0.0)], "within each of the 2 groups"),
+    ],
+)
+def test_bad_rollouts_leave_nothing_behind(toy, here, capsys, lines, message):
+    write_jsonl(here / "bad.jsonl", lines)
+    assert message in complaint(capsys, 2, toy, "--rollouts", "bad.jsonl", "--out", "run")
+    assert not (here / "run").exists()
+
+
+def test_missing_things_are_named(toy, here, capsys):
+    out = ("--out", "run")
+    assert "there is no file 'none.jsonl'" in complaint(capsys, 2, toy, "--rollouts", "none.jsonl", *out)
+    assert "there is no model 'none'" in complaint(capsys, 2, "none", "--rollouts", "rollouts.jsonl", *out)
+    (here / "no_model").mkdir()
+    assert "'no_model' is not a readable" in complaint(
+        capsys, 2, "no_model", "--rollouts", "rollouts.jsonl", *out
+    )
+    wrong = ("--rollouts", "rollouts.jsonl", "--device", "abacus")
+    assert "the device 'abacus' cannot be used" in complaint(capsys, 2, toy, *wrong, *out)
+    rule = ("--prompts", "prompts.jsonl", "--reward", "none")
+    assert "there is no reward rule 'none'" in complaint(capsys, 2, toy, *rule, *out)
+    assert not (here / "run").exists()
+
+
+def test_rule_that_cannot_judge_names_the_prompt_and_leaves_nothing(toy, here, capsys):
+    write_jsonl(here / "p.jsonl", [{"prompt": "w2", "answer": "w3"}, {"prompt": "w3"}])
+    base = (toy, "--prompts", "p.jsonl", "--out", "run", "--max-new-tokens", 5, "--reward")
+    said = complaint(capsys, 2, *base, "exact")
+    assert "p.jsonl, line 2: the rule `exact` needs an `answer`" in said and not (here / "run").exists()
+    said = complaint(capsys, 2, *base, "regex:nothing")
+    assert "rewards equal 0" in said and not (here / "run").exists()
+
+
+def test_words_of_next_token_are_checked(toy, here, capsys):
+    base = (toy, "--next-token", "w2", "--out", "run", "--options")
+    assert "'w5 w6' is 2 tokens after this prompt" in complaint(capsys, 2, *base, "w5 w6")
+    assert "two of the --options are the same token" in complaint(capsys, 2, *base, "w5", " w5")
+
+
+def test_exact_run_of_hours_asks_first(toy, here, capsys, monkeypatch):
+    monkeypatch.setattr(measure_command, "_LONG", 0.0)
+    base = (toy, "--next-token", "w2", "--options", "w5", "--out", "run")
+    assert "add --yes to start it" in complaint(capsys, 2, *base)
+    assert not (here / "run").exists() and measure(*base, "--yes") == 0
+
+
+def test_model_without_a_tokenizer_takes_ids_and_refuses_text(tmp_path, here, capsys):
+    bare = save_toy(tmp_path / "bare", tokenizer=False)
+    assert measure(bare, "--rollouts", "rollouts.jsonl", "--out", "run") == 0
+    write_jsonl(here / "text.jsonl", [{"prompt": "w2", "response": "w3", "reward": 1}])
+    for arguments in (
+        ("--rollouts", "text.jsonl"),
+        ("--prompts", "prompts.jsonl", "--reward", "exact"),
+        ("--next-token", "w2", "--options", "w3"),
+    ):
+        assert "no tokenizer" in complaint(capsys, 2, bare, *arguments, "--out", "text")
+    assert not (here / "text").exists()
+
+
+def test_folder_of_another_run_is_refused(toy, here, capsys):
+    arguments = (toy, "--rollouts", "rollouts.jsonl")
+    assert measure(*arguments, "--out", "run") == 0
+    said = complaint(capsys, 2, *arguments, "--seed", 1, "--out", "run")
+    assert "run holds another run (it differs in seed): choose another --out" in said
+    write_jsonl(here / "rollouts.jsonl", some_rollouts(seed=1))
+    assert "it differs in input_digest" in complaint(capsys, 2, *arguments, "--out", "run")
+    (here / "full").mkdir()
+    (here / "full/thesis.tex").write_text("x")
+    assert "holds more than a run of this command ('thesis.tex')" in complaint(
+        capsys, 2, *arguments, "--out", "full"
+    )
+    assert (here / "full/thesis.tex").read_text() == "x"
+    (here / "file").write_text("x")
+    for out in ("file", "file/run"):
+        assert f"{out} cannot be written to" in complaint(capsys, 2, *arguments, "--out", out)
+
+
+def test_changed_weights_are_another_run(tmp_path, here, capsys):
+    model = save_toy(tmp_path / "model")
+    assert measure(model, "--rollouts", "rollouts.jsonl", "--out", "run") == 0
+    save_toy(model, initializer_range=0.3)
+    said = complaint(capsys, 2, model, "--rollouts", "rollouts.jsonl", "--out", "run")
+    assert "it differs in model_fingerprint" in said
+
+
+def test_what_does_not_fit_is_refused_before_it_starts(toy, here, capsys, monkeypatch):
+    monkeypatch.setattr(measure_command, "available_memory", lambda device: 1000.0)
+    said = complaint(capsys, 4, toy, "--rollouts", "rollouts.jsonl", "--out", "run")
+    assert "are free: lower --batch-size" in said and not (here / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory"
+        ),
+    ],
+)
+def test_memory_that_runs_out_on_the_way_keeps_the_checkpoint(toy, here, capsys, monkeypatch, error):
+    calls = iter(range(99))
+    real = measurement.ScoreAccumulator.add
+
+    def add(self, *args, **kwargs):
+        if next(calls) == 2:
+            raise error
+        real(self, *args, **kwargs)
+
+    monkeypatch.setattr(measurement.ScoreAccumulator, "add", add)
+    arguments = (
+        toy,
+        "--rollouts",
+        "rollouts.jsonl",
+        "--out",
+        "run",
+        "--checkpoint-seconds",
+        0,
+        "--batch-size",
+        4,
+    )
+    assert "memory ran out" in complaint(capsys, 4, *arguments)
+    assert ScoreMoments.load(here / "run/moments.safetensors").count == 8
+    monkeypatch.undo()
+    monkeypatch.chdir(here)
+    assert measure(*arguments) == 0
+
+
+def test_free_memory_is_known_here():
+    assert expected_cost.available_memory(torch.device("cpu")) > 1e8
