@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ceilings import cli, expected_cost, measure_command, measurement, report
+from ceilings import cli, console, expected_cost, measure_command, measurement, report
 from ceilings.measurement import measure_rollouts, reward_columns
 from ceilings.moments import ScoreMoments
 from ceilings.pretrained import load_pretrained
@@ -309,7 +309,7 @@ def test_sampling_that_was_stopped_goes_on_with_the_same_draws(toy, here, monkey
     arguments = ("--reward", "regex:w5|w7", "--samples", 3, "--max-new-tokens", 5)
     monkeypatch.setattr(measure_command, "_ROWS", 3)  # one prompt at a time
     assert measure(toy, "--prompts", "prompts.jsonl", *arguments, "--out", "whole") == 0
-    monkeypatch.setattr(cli._Console, "stopping", lambda self: True)
+    monkeypatch.setattr(console.Terminal, "stopping", lambda self: True)
     assert measure(toy, "--prompts", "prompts.jsonl", *arguments, "--out", "parts") == 3
     assert len((here / "parts/rollouts.jsonl").read_text().splitlines()) == 3
     assert "the same command goes on from there" in capsys.readouterr().err
@@ -336,7 +336,7 @@ def test_what_is_sampled_does_not_depend_on_how_many_prompts_go_at_once(toy, her
 
 def test_what_a_killed_process_left_is_swept_up(toy, here, monkeypatch):
     arguments = (toy, "--rollouts", "rollouts.jsonl", "--out", "run", "--batch-size", 4)
-    monkeypatch.setattr(cli._Console, "stopping", lambda self: True)
+    monkeypatch.setattr(console.Terminal, "stopping", lambda self: True)
     assert measure(*arguments) == 3
     for name in (".tmp726IHK", ".moments.safetensors.123.part"):
         (here / "run" / name).write_text("half of it")
@@ -367,11 +367,11 @@ def test_in_a_pipe_there_is_no_progress(toy, here):
 
 def test_on_a_terminal_progress_says_how_long_it_will_take(monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    console = cli._Console()
+    terminal = console.Terminal()
     clock = iter((0.0, 30.0, 60.0))
-    monkeypatch.setattr(cli.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(console.time, "monotonic", lambda: next(clock))
     for done in (10, 20, 40):
-        console.progress("measuring", done, 40)
+        terminal.progress("measuring", done, 40)
     err = capsys.readouterr().err
     assert "measuring 10 of 40" in err and "measuring 20 of 40 · about 60 s left" in err
     assert "40 of 40" not in err and err.endswith("\r\x1b[K")

@@ -1,0 +1,196 @@
+"""``ceilings measure`` on the command line: its options, help and failures."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any, Final
+
+from ceilings.console import (
+    OK,
+    STOPPED,
+    TOO_LARGE,
+    WRONG_INPUT,
+    Parser,
+    Terminal,
+    fail,
+    is_out_of_memory,
+    positive,
+)
+
+if TYPE_CHECKING:
+    from ceilings.measure_command import MeasureOptions
+
+__all__ = ["add_measure", "run_measure"]
+
+_CODES: Final = """\
+exit codes:
+  0  the report is written, or was there already; or --dry-run
+  1  a fault of this program, with a traceback: please report it
+  2  wrong usage or input; the message says what and where
+  3  stopped by Ctrl-C; the same command goes on from there
+  4  not enough memory
+"""
+_MEASURE: Final = """\
+Measure how far a reward can push each parameter of a causal language model: the gradient of the expected reward,
+its ceiling σ(R)·√F, and tightness, the share of the ceiling in use. Nothing is trained and nothing is downloaded.
+
+examples:
+  what would it cost?
+      ceilings measure smollm2 --prompts prompts.jsonl --reward exact --out run --dry-run
+  sample 8 responses to each prompt and reward those that equal the prompt's answer
+      ceilings measure smollm2 --prompts prompts.jsonl --reward exact --samples 8 --out run
+          prompts.jsonl:  {"prompt": "2 + 2 =", "answer": "4"}
+  reward what matches a pattern, or what a function of yours says: score(response, line) -> number
+      ceilings measure my-model/ --prompts prompts.jsonl --reward 'regex:\\\\b4\\\\b' --out run
+      ceilings measure my-model/ --prompts prompts.jsonl --reward my_rewards:score --out run
+  rollouts with rewards, as a trainer logged them (token ids are better than text)
+      ceilings measure my-model/ --rollouts rollouts.jsonl --centre-by-group --out run
+          rollouts.jsonl: {"prompt_ids": [1, 15], "response_ids": [7, 2], "reward": 1.0, "group": 0}
+                      or: {"prompt": "2 + 2 =", "response": " 4", "reward": 1.0}
+  every next token, exactly: where does a reward for "tea" push, and where one for "coffee"?
+      ceilings measure smollm2 --next-token "She drank a cup of" --options tea coffee --out run
+
+Stop with Ctrl-C: what is done is kept, and the same command goes on. A report is one page, DIR/report.html, with
+all numbers in DIR/report.json.
+"""
+
+
+def add_measure(commands: Any) -> None:
+    """Add the command and its options to a parser.
+
+    Parameters
+    ----------
+    commands
+        What ``add_subparsers`` returned.
+    """
+    raw = argparse.RawDescriptionHelpFormatter
+    command = commands.add_parser(
+        "measure",
+        help="measure ceilings and tightness",
+        description=_MEASURE,
+        epilog=_CODES,
+        formatter_class=raw,
+    )
+    add = command.add_argument
+    add(
+        "model", metavar="MODEL", help="local Hugging Face folder, .gguf file, or smollm2, the built-in model"
+    )
+    add("--out", metavar="DIR", required=True, help="folder for the report; made if it is not there")
+    source = command.add_argument_group("what to measure on (one of three)").add_mutually_exclusive_group(
+        required=True
+    )
+    source.add_argument("--rollouts", metavar="FILE", help="JSON Lines of prompts, responses and rewards")
+    source.add_argument(
+        "--prompts", metavar="FILE", help="JSON Lines of prompts; responses are sampled at temperature 1"
+    )
+    source.add_argument(
+        "--next-token", metavar="TEXT", help="every next token after this prompt, in exact expectation"
+    )
+    group = command.add_argument_group("with --prompts")
+    group.add_argument("--reward", metavar="RULE", help="exact, exact:TEXT, regex:PATTERN or module:function")
+    group.add_argument("--samples", metavar="G", type=positive, help="responses to each prompt (8)")
+    group.add_argument("--max-new-tokens", metavar="T", type=positive, help="longest response (64)")
+    group = command.add_argument_group("with --next-token")
+    group.add_argument(
+        "--options", metavar="WORD", nargs="+", help="words of one token; the first is the reward"
+    )
+    group.add_argument("--yes", action="store_true", help="start even if it takes hours")
+    group = command.add_argument_group("how")
+    group.add_argument(
+        "--centre-by-group", action="store_true", help="subtract from each reward the mean of its group"
+    )
+    group.add_argument("--seed", type=int, default=0, help="seed of sampling and shuffling (0)")
+    group.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float64"), default="float32", help="of the weights"
+    )
+    group.add_argument("--device", default="cpu", help="cpu (the default), cuda, cuda:1, mps, …")
+    group.add_argument(
+        "--batch-size", metavar="B", type=positive, default=8, help="sequences in one pass (8)"
+    )
+    group.add_argument(
+        "--checkpoint-seconds",
+        metavar="S",
+        type=float,
+        default=60.0,
+        help="least time between two savings (60)",
+    )
+    group.add_argument(
+        "--dry-run", action="store_true", help="print parameters, memory and time expected, and stop"
+    )
+    command.set_defaults(run=run_measure)
+
+
+def run_measure(found: argparse.Namespace, terminal: Terminal) -> int:
+    """Run ``ceilings measure``.
+
+    Parameters
+    ----------
+    found
+        The options as typed.
+    terminal
+        Where to say what is going on.
+
+    Returns
+    -------
+    int
+        Exit code.
+    """
+    return _measure(_options(found), terminal)
+
+
+def _measure(options: MeasureOptions, terminal: Terminal) -> int:
+    """Run the command; every foreseen failure is one sentence and a code."""
+    import torch
+
+    from ceilings.measure_command import TooLargeError, measure
+    from ceilings.measurement import Interrupted
+
+    try:
+        measure(options, terminal)
+    except Interrupted:
+        return fail(
+            f"stopped; {options.out} keeps what is done, and the same command goes on from there", STOPPED
+        )
+    except TooLargeError as error:
+        return fail(str(error), TOO_LARGE)
+    except (MemoryError, torch.OutOfMemoryError):
+        return _out_of_memory()
+    except (ValueError, OSError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            return _out_of_memory()
+        if isinstance(error, RuntimeError | BrokenPipeError):
+            raise
+        return fail(str(error), WRONG_INPUT)
+    return OK
+
+
+def _out_of_memory() -> int:
+    """Say so."""
+    return fail(
+        "memory ran out; the same command goes on from the last checkpoint with a smaller --batch-size, "
+        "--dtype bfloat16 halves the weights",
+        TOO_LARGE,
+    )
+
+
+def _options(found: argparse.Namespace) -> MeasureOptions:
+    """Options of the command, refused where they do not go together."""
+    parser = Parser(prog="ceilings measure")
+    if found.prompts is None:
+        for name in ("reward", "samples", "max_new_tokens"):
+            if getattr(found, name) is not None:
+                parser.error(f"--{name.replace('_', '-')} goes with --prompts only")
+    elif found.reward is None:
+        parser.error("--prompts needs a --reward: exact, exact:TEXT, regex:PATTERN or module:function")
+    if (found.next_token is None) != (found.options is None):
+        parser.error("--next-token and --options go together")
+    if found.next_token is not None and found.centre_by_group:
+        parser.error("--centre-by-group does not go with --next-token: there is one prompt only")
+    from ceilings.measure_command import MeasureOptions
+
+    given: dict[str, Any] = {
+        k: v for k, v in vars(found).items() if k not in ("command", "run") and v is not None
+    }
+    if found.options is not None:
+        given["options"] = tuple(found.options)
+    return MeasureOptions(**given)
