@@ -252,10 +252,7 @@ def run(config: Config, progress: Callable[[Iterable[int]], Iterable[int]] = ite
 
 
 def _teacher(cell: Cell, config: Config, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows that hold every open prefix, the teacher's probability of each, and its log law of each token given the last.
-
-    A prefix stands in many rows and counts in the first, the one that goes on with token 1 only.
-    """
+    """Rows that hold every open prefix, the probability of each, and the log law of a token given the last."""
     generator = torch.Generator().manual_seed(2000 + seed)
     logits = torch.randn(cell.vocab_size, cell.vocab_size, generator=generator, dtype=torch.float64)
     step = (config.teacher_scale * logits).log_softmax(-1)
