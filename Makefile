@@ -7,9 +7,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 ENV := $(VENV)/made
 NAMES ?=
+ALL ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help env book serve notebooks test lint claims api readme mutate constraints clean
+.PHONY: help env book serve notebooks results test lint claims api readme mutate constraints clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,6 +33,10 @@ serve:  ## show the built book at http://127.0.0.1:8000
 
 notebooks: $(ENV)  ## run chapters again: make notebooks NAMES="identity/ceiling index" (all without NAMES)
 	@$(BIN)/python tools/notebooks.py build $(NAMES)
+
+results: $(ENV)  ## make stale records again, and say first how long it takes (every record: make results ALL=1)
+	@$(BIN)/python tools/refresh.py --cores 2 $(if $(ALL),--all)
+	@$(BIN)/snakemake -c2 --quiet rules $(if $(ALL),--config everything=1)
 
 test: $(ENV)  ## every check: library, chapters, built book, browser
 	@$(BIN)/python -m pytest
