@@ -90,6 +90,8 @@ def test_reinforce_takes_an_advantage_a_token():
     found = gradient(lambda theta: losses.reinforce_loss(*rows_at(theta), signal))
     expected = -torch.einsum("yt,ytd->d", signal, LAW.token_scores) / 15
     assert_equal(found, expected)
+    signal[~MASK] = torch.nan  # is never read, not even times zero
+    assert torch.equal(gradient(lambda theta: losses.reinforce_loss(*rows_at(theta), signal)), found)
 
 
 def test_rloo_is_unbiased_and_dr_grpo_short_by_its_two_factors():
@@ -360,6 +362,14 @@ def test_sampled_distillation_is_the_gradient_of_its_divergence():
     )
     assert_equal(token, full)
     assert_differs(token, to_go, by_at_least=0.05)
+
+
+def test_a_teacher_is_a_constant():
+    log_probs, mask = rows_at(ZERO)
+    teacher = torch.where(mask, rows_at(TEACHER)[0], -1).detach().requires_grad_()
+    assert not losses.sampled_reverse_kl_loss(log_probs, teacher, mask).requires_grad
+    laws = whole_laws(TEACHER, range(15)).detach().requires_grad_()
+    assert not losses.reverse_kl_loss(whole_laws(ZERO, range(15)), laws, mask).requires_grad
 
 
 def test_full_distillation_is_a_sum_of_divergences():
