@@ -86,6 +86,7 @@ def test_noise_is_the_share_of_tokens_drawn_anew():
     expected = 0.3 * 4 / 5  # one in five draws gives the right letter again
     error = (expected * (1 - expected) / len(wrong)) ** 0.5
     assert abs(sum(wrong) / len(wrong) - expected) < 4 * error
+    assert all(y[-1] == END and END not in y[:-1] for y in corpus.response_ids)
     clean = puzzle.corpus(50, torch.Generator().manual_seed(1), noise=0.0)
     assert clean.rewards.tolist() == [1] * 50
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ceilings.batches import Batch, preference_pairs, token_laws, token_log_probs
-from ceilings.methods import METHODS, PREFERENCE, make_method
+from ceilings.methods import METHODS, PREFERENCE, _mismatched, make_method
 from ceilings.puzzles import END, Puzzle, tea_or_coffee
 from ceilings.reference import per_sequence_scores
 from ceilings.rollouts import Rollouts
@@ -166,6 +166,61 @@ def test_a_batch_that_teaches_nothing_makes_no_step(name):
     history = train(model, build(name, model), fixed_data(equal, groups=2), TOY, short())
     assert torch.equal(flat(model), flat(toy_model()))
     assert not any(step.taught for step in history.steps) and math.isnan(history.steps[0].loss)
+
+
+@pytest.mark.parametrize("name", PREFERENCE)
+def test_preferences_raise_the_better_response_over_the_worse(name):
+    # One pair of equal lengths: SimPO and ORPO compare means, and two pairs share parameters.
+    model, rewards = toy_model(), torch.tensor([0.0, 1.0], dtype=torch.float64)
+    data = Rollouts(((1,), (1,)), ((2, 0), (1, 0)), rewards, (0, 0))
+
+    def gap():
+        laws, mask = token_laws(model, data)
+        total = (token_log_probs(laws, data) * mask).sum(1).detach()
+        return float(total[1] - total[0])
+
+    before = gap()
+    settings = short(steps=1, optimiser="sgd", learning_rate=1e-3)
+    train(model, build(name, model), fixed_data(data, groups=1), TOY, settings)
+    assert gap() > before
+
+
+def batch_of(model, reference, data):
+    laws, mask = token_laws(model, data)
+    log_probs = token_log_probs(laws, data)
+    return Batch(data, model, reference, mask, laws, log_probs, log_probs.detach())
+
+
+def test_the_reference_point_of_kto_scores_the_next_group_s_responses():
+    model, reference, data = toy_model(0), toy_model(1), toy_rollouts()
+    swapped = [(p, data.response_ids[(n + 2) % 4]) for n, p in enumerate(data.prompt_ids)]
+    found = _mismatched(batch_of(model, reference, data))
+    for policy, log_probs in zip((model, reference), found, strict=True):
+        for (prompt, response), value in zip(swapped, log_probs, strict=True):
+            law = policy(torch.tensor([prompt + response]))[0].log_softmax(-1).detach()
+            steps = range(len(prompt) - 1, len(prompt) + len(response) - 1)
+            assert_equal(value, law[steps, list(response)].sum(), rtol=1e-12)
+
+
+def test_the_reward_model_of_prime_learns_before_the_policy_does():
+    model, data = toy_model(), toy_rollouts()
+    method = build("prime", model)
+    # The reward model starts as the reference: without a step of its own every implicit reward would be 0.
+    assert bool(method.loss(batch_of(model, model, data)).isfinite())
+    signal = method.signal(batch_of(model, model, data))
+    outcome = torch.tensor([1.0, -1.0, -0.5, 0.5], dtype=torch.float64)  # each less the other of its group
+    implicit = (signal - outcome[:, None])[:, -3:]
+    assert float(implicit.abs().max()) > 1e-5
+    # Of the first group the better response has come to look better to it.
+    laws, mask = token_laws(model, data)
+    first = mask.double().argmax(1)
+    assert float(implicit[0].max()) > 0 > float(signal[1, first[1]] + 1)
+
+
+def test_evaluations_draw_the_same_numbers_each_time():
+    still = short(learning_rate=1e-14)
+    history = train(toy_model(), make_method("rloo"), own_samples(TOY, prompts=4), TOY, still)
+    assert len({e.reward for e in history.evaluations}) == 1
 
 
 def test_sources_draw_from_whom_they_say():
