@@ -6,8 +6,9 @@ import math
 import pytest
 import torch
 
-from ceilings.batches import Batch, preference_pairs, token_laws, token_log_probs
+from ceilings.batches import Batch, enumerated_batch, preference_pairs, token_laws, token_log_probs
 from ceilings.methods import METHODS, PREFERENCE, _mismatched, make_method
+from ceilings.policies import AutoregressivePolicy
 from ceilings.puzzles import END, Puzzle, tea_or_coffee
 from ceilings.reference import per_sequence_scores
 from ceilings.rollouts import Rollouts
@@ -141,6 +142,43 @@ def test_reuse_of_a_batch_is_what_clips():
         history = train(model, method, own_samples(TOY, prompts=4), TOY, short(learning_rate=0.1))
         clipped = max(step.clip_share for step in history.steps)
         assert (clipped > 0.1) if updates == 4 else (clipped == 0)
+
+
+def test_models_of_transformers_train_too_without_their_dropout():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    def gpt2():
+        torch.manual_seed(0)
+        sizes = {"vocab_size": 3, "n_positions": 16, "n_embd": 8, "n_layer": 1, "n_head": 2}
+        return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=0)).train()
+
+    ends = []
+    for _ in range(2):
+        model = gpt2()
+        history = train(
+            model, make_method("ppo"), own_samples(TOY, prompts=4), TOY, short(learning_rate=1e-9)
+        )
+        ends.append(flat(model))
+        # At ratio 1 nothing is clipped; dropout (a tenth, by default) would move every ratio.
+        assert model.training and history.steps[0].clip_share == 0
+        assert history.evaluations[0].kl == 0
+    assert torch.equal(*ends) and not torch.equal(ends[0], flat(gpt2()))
+
+
+def test_an_enumerated_batch_is_the_enumeration_with_its_graph():
+    policy = AutoregressivePolicy.random(3, 3, 4, torch.Generator().manual_seed(0), eos=0)
+    theta = torch.tensor([0.3, -0.2, 0.5, 0.1], dtype=torch.float64, requires_grad=True)
+    law, batch = policy.enumerate(theta.detach()), enumerated_batch(policy, theta)
+    assert batch.responses == law.responses and torch.equal(batch.lengths, law.lengths)
+    assert_equal(batch.log_probs.detach(), law.token_log_probs, rtol=1e-14)
+    rows = [3, 3, 0]
+    taken = batch.take(rows)
+    assert taken.responses == tuple(law.responses[row] for row in rows)
+    (slope,) = torch.autograd.grad(taken.sequence_log_probs.sum(), theta, retain_graph=True)
+    assert_equal(slope, 2 * law.scores[3] + law.scores[0], rtol=1e-12)
+    chosen = taken.laws.gather(2, torch.tensor([[y[0]] for y in taken.responses])[:, :, None])[:, 0, 0]
+    assert torch.equal(chosen, taken.log_probs[:, 0])
+    assert_equal(taken.laws.exp().sum(2).detach(), 1.0, rtol=1e-14)
 
 
 def test_long_gradients_are_shortened():
@@ -279,6 +317,8 @@ def test_what_a_method_needs_is_asked_for():
     ):
         with pytest.raises(ValueError, match=message):
             make_method(name)
+    with pytest.raises(ValueError, match="updates is 0: a batch is used once or more"):
+        make_method("ppo", updates=0)
     with pytest.raises(ValueError, match="prime has advantages only after its loss was called"):
         make_method("prime", reference=toy_model()).signal(None)
 

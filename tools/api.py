@@ -22,7 +22,8 @@ TARGET = ROOT / "book" / "api.md"
 FLOW = """
 policies samplers transformer prefix_tree pretrained jsonl tasks rollouts sampling puzzles
 moments moments_file scores score_rules score_capture fisher ceiling looseness pullback next_token
-off_policy advantages losses batches sources methods training updates adapters checkpoints patch digest results experiments
+off_policy advantages losses batches sources methods training
+updates adapters checkpoints patch digest results experiments
 measurement summary report report_page charts expected_cost run_folder measure_command cli
 symbolic reference testing notebook figures
 """

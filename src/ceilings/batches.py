@@ -8,14 +8,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ceilings.advantages import group_sizes
+from ceilings.policies import AutoregressivePolicy
 from ceilings.rollouts import Rollouts
 
-__all__ = ["Batch", "preference_pairs", "token_laws", "token_log_probs"]
+__all__ = [
+    "Batch",
+    "EnumeratedBatch",
+    "enumerated_batch",
+    "preference_pairs",
+    "token_laws",
+    "token_log_probs",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,3 +167,86 @@ def preference_pairs(rewards: Tensor, groups: Sequence[int] | Tensor) -> tuple[T
             chosen.append(int(best))
             rejected.append(int(worst))
     return torch.tensor(chosen, dtype=torch.long), torch.tensor(rejected, dtype=torch.long)
+
+
+class EnumeratedBatch(NamedTuple):
+    r"""Every response of an `AutoregressivePolicy` as a loss needs it, with the graph to the parameters.
+
+    Parameters
+    ----------
+    responses
+        The responses, in the order of `AutoregressivePolicy.enumerate`.
+    log_probs
+        Log-probability of every chosen token; 0 after the response has ended.
+    laws
+        Log-probabilities of all tokens at every step; those of the empty prefix after the response has ended.
+    mask
+        True until the response has ended.
+
+    Shapes
+    ------
+    responses Y tuples, log_probs and mask (Y, T), laws (Y, T, V).
+    """
+
+    responses: tuple[tuple[int, ...], ...]
+    log_probs: Tensor
+    laws: Tensor
+    mask: Tensor
+
+    def take(self, rows: Sequence[int] | Tensor) -> EnumeratedBatch:
+        """Some of the responses, each as often as it is asked for.
+
+        Parameters
+        ----------
+        rows
+            Which, in the order wanted.
+
+        Returns
+        -------
+        EnumeratedBatch
+            They, in the same graph.
+        """
+        picked = torch.as_tensor(rows, dtype=torch.long)
+        responses = tuple(self.responses[row] for row in picked.tolist())
+        return EnumeratedBatch(responses, self.log_probs[picked], self.laws[picked], self.mask[picked])
+
+    @property
+    def sequence_log_probs(self) -> Tensor:
+        """Log-probability of every response, (Y,)."""
+        return self.log_probs.sum(1)
+
+    @property
+    def lengths(self) -> Tensor:
+        """Tokens of every response, (Y,)."""
+        return self.mask.sum(1)
+
+
+def enumerated_batch(policy: AutoregressivePolicy, theta: Tensor) -> EnumeratedBatch:
+    """Every response of a small policy, ready for any loss.
+
+    Parameters
+    ----------
+    policy
+        The policy.
+    theta
+        Its parameters; if they require a gradient, so does what is returned.
+
+    Returns
+    -------
+    EnumeratedBatch
+        One row a response. A loss averages over rows: for an expectation under a law, repeat rows in proportion to it
+        (`EnumeratedBatch.take`), or weight the losses of single rows.
+
+    Shapes
+    ------
+    theta (D,).
+    """
+    responses = policy.enumerate(theta.detach()).responses
+    index = {prefix: p for p, prefix in enumerate(policy.prefixes)}
+    steps = range(policy.max_len)
+    prefix = torch.tensor([[index[y[:t]] if t < len(y) else 0 for t in steps] for y in responses])
+    token = torch.tensor([[y[t] if t < len(y) else 0 for t in steps] for y in responses])
+    mask = torch.tensor([[t < len(y) for t in steps] for y in responses])
+    laws = (policy.features @ theta).log_softmax(1)[prefix]
+    chosen = laws.gather(2, token[:, :, None])[:, :, 0]
+    return EnumeratedBatch(responses, torch.where(mask, chosen, 0), laws, mask)

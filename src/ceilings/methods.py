@@ -125,7 +125,7 @@ def make_method(
     Raises
     ------
     ValueError
-        If there is no such method, or what it needs is missing.
+        If there is no such method, what it needs is missing, or ``updates`` is not positive.
 
     Notes
     -----
@@ -135,6 +135,8 @@ def make_method(
     3. ``rejection_sampling`` accepts reward 1.
     4. ``distillation`` is the one over the whole vocabulary.
     """
+    if updates is not None and updates < 1:
+        raise ValueError(f"updates is {updates}: a batch is used once or more")
     strength = {} if beta is None else {"odds_weight" if name == "orpo" else "beta": beta}
     if name in ("reinforce", "rloo", "grpo", "dr_grpo", "ppo"):
         return _with_advantages(name, max_length, 4 if updates is None and name == "ppo" else updates or 1)

@@ -205,9 +205,28 @@ def train(
 
     Notes
     -----
-    Evaluations draw from their own generator, with the same seed each time: they do not change what is trained on, and
-    their differences have less noise than their values.
+    1. Evaluations draw from their own generator, with the same seed each time: they do not change what is trained on,
+       and their differences have less noise than their values.
+    2. The model is in evaluation mode throughout, then as it was: with dropout the law that is scored would not be the
+       law that was sampled.
     """
+    was_training = model.training
+    model.eval()
+    try:
+        return _trained(model, method, source, puzzle, config, reference)
+    finally:
+        model.train(was_training)
+
+
+def _trained(
+    model: nn.Module,
+    method: Method,
+    source: Source,
+    puzzle: Puzzle,
+    config: TrainingConfig,
+    reference: nn.Module | None,
+) -> History:
+    """Run the loop itself."""
     reference = copy.deepcopy(model) if reference is None else reference
     generator = torch.Generator().manual_seed(config.seed)
     kind = torch.optim.Adam if config.optimiser == "adam" else torch.optim.SGD

@@ -56,13 +56,13 @@ def grpo_loss(
     beta
         Strength of the leash.
     scale
-        Which standard deviation of the group divides, as in `ceilings.advantages.advantages`.
+        Which standard deviation of the group divides, as in `ceilings.advantages`.
 
     Returns
     -------
     Tensor
-        :math:`\frac1N \sum_n \frac{1}{|y_n|} \sum_t \left[ -\min(r A_n, \operatorname{clip}(r) A_n)
-        + \beta (e^{-d} + d - 1) \right]`, with :math:`d = \log(\pi_\theta/\pi_{\mathrm{ref}})` of one token.
+        Mean over responses of the mean over their tokens of :math:`-\min(r A, \operatorname{clip}(r) A)`, plus
+        :math:`\beta (e^{-d} + d - 1)` with :math:`d = \log(\pi_\theta/\pi_{\mathrm{ref}})` of one token.
 
     Shapes
     ------
