@@ -158,6 +158,34 @@ LIGHT_AND_WIDE = "tests/test_browser.py -k 'test_page and ceiling and light and 
 
 LIBRARY = [
     fault(
+        "a quotient of whole numbers, which is float32",
+        "src/ceilings/advantages.py",
+        "(size.to(rewards) / (size - 1).to(rewards))[index]",
+        "(size / (size - 1))[index].to(rewards)",
+        "tests/test_advantages.py",
+    ),
+    fault(
+        "padding that holds NaN reaches a gradient",
+        "src/ceilings/losses/reinforce.py",
+        "return torch.where(mask, advantages, 0)",
+        "return advantages",
+        "tests/test_losses.py",
+    ),
+    fault(
+        "the odds of ORPO without their last digits",
+        "src/ceilings/losses/orpo.py",
+        "torch.log(-torch.expm1(mean_log_probs))",
+        "torch.log(1 - mean_log_probs.exp())",
+        "tests/test_losses.py",
+    ),
+    fault(
+        "a ratio to the present policy instead of the one that sampled",
+        "src/ceilings/training.py",
+        "behaviour = log_probs.detach() if behaviour is None else behaviour",
+        "behaviour = log_probs.detach()",
+        "tests/test_training.py",
+    ),
+    fault(
         "baseline left out",
         "src/ceilings/ceiling.py",
         "return (w * (rewards - w @ rewards)) @ (scores - w @ scores)",
