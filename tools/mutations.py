@@ -230,15 +230,15 @@ LIBRARY = [
     fault(
         "cotangent with the weight instead of its root",
         "src/ceilings/scores.py",
-        "(batch.scored * root_weights.to(cotangent)[:, None])",
-        "(batch.scored * root_weights.to(cotangent).square()[:, None])",
+        "(batch.scored[:, last] * root_weights.to(cotangent)[:, None])",
+        "(batch.scored[:, last] * root_weights.to(cotangent).square()[:, None])",
         "tests/test_scores.py",
     ),
     fault(
         "padding scored",
         "src/ceilings/scores.py",
-        "cotangent *= (batch.scored * root_weights",
-        "cotangent *= (torch.ones_like(batch.scored) * root_weights",
+        "cotangent *= (batch.scored[:, last] * root_weights",
+        "cotangent *= (torch.ones_like(batch.scored)[:, last] * root_weights",
         "tests/test_scores.py",
     ),
     fault(
@@ -258,8 +258,8 @@ LIBRARY = [
     fault(
         "one sign for all tokens of a sequence",
         "src/ceilings/scores.py",
-        "cotangent * self.signs[..., None]",
-        "cotangent * self.signs[..., :1, None]",
+        "cotangent * self.signs[:, -cotangent.shape[1] :, None]",
+        "cotangent * self.signs[:, :1, None]",
         "tests/test_levels.py -k sign",
     ),
     fault(

@@ -1,8 +1,8 @@
 r"""The three running sums of one parameter, and how the scores of a batch get into them.
 
 The work is bound by memory traffic, not arithmetic, so gradients of single sequences exist only in a block
-that stays in cache: one sequence on many rows of a large matrix, or many sequences on all rows of a small
-one.
+that stays in cache: a few sequences on some rows of a matrix, or many sequences on all rows of a small one.
+Several sequences at once, because the three sums are then read and written once a block, not once a sequence.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from ceilings.score_rules import RowsTerm, Term, joined
 
 __all__ = ["ParameterSums"]
 
-_BLOCK_BYTES: Final = 512 * 1024
+_BLOCK_BYTES: Final = 1024 * 1024  # a thread's second-level cache holds it and its rows of the sums
+_SEQUENCES: Final = 8  # more of them would leave products of too few rows
+_ROWS: Final = 32  # a matrix product of fewer is slow
 
 
 class ParameterSums:
@@ -112,10 +114,9 @@ class ParameterSums:
             self._add_rows(looked_up, root_weights, rewards, squares, linear)
             return
         rows, columns = self.scores.shape
-        room = max(1, _BLOCK_BYTES * torch.get_num_threads() // self._dtype.itemsize)
-        height = min(rows, max(1, room // columns))
-        depth = 1 if height < rows else max(1, min(len(root_weights), room // (height * columns)))
-        buffer = self.scores.new_empty(depth, height, columns, dtype=self._dtype)
+        depth, height = _block_shape(len(root_weights), rows, columns, self._dtype.itemsize)
+        buffer = self.scores.new_empty(depth * height * columns, dtype=self._dtype)
+        root_weights, rewards = root_weights.to(buffer), rewards.to(buffer)
         for first in range(0, rows, height):
             some_rows = slice(first, min(first + height, rows))
             writes = [term.on_rows(some_rows) for term in terms]
@@ -123,7 +124,8 @@ class ParameterSums:
             partial = sums if self.scores.dtype == self._dtype else sums.zeros(self._dtype)
             for n in range(0, len(root_weights), depth):
                 some = slice(n, min(n + depth, len(root_weights)))
-                block = buffer[: some.stop - n, : some_rows.stop - first]
+                shape = (some.stop - n, some_rows.stop - first, columns)
+                block = buffer[: shape[0] * shape[1] * columns].view(shape)
                 for number, write in enumerate(writes):
                     write(block, some, number == 0)
                 partial.add(block, root_weights[some], rewards[:, some], squares, linear)
@@ -172,6 +174,16 @@ class ParameterSums:
                 target.index_add_(0, term.rows, found * reward[term.sequences, None])
         if squares:
             self.squares.index_add_(0, term.rows, found.square(), alpha=squares)
+
+
+def _block_shape(sequences: int, rows: int, columns: int, itemsize: int) -> tuple[int, int]:
+    """Sequences and rows of one block."""
+    room = _BLOCK_BYTES * torch.get_num_threads() // itemsize
+    height = min(rows, max(_ROWS, room // (_SEQUENCES * columns)))
+    depth = max(1, min(sequences, room // (height * columns)))
+    if depth < sequences:
+        depth = -(-sequences // -(-sequences // depth))  # no small remainder
+    return depth, height
 
 
 class _Part(NamedTuple):
