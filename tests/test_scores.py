@@ -167,10 +167,12 @@ def test_padding_on_the_right_needs_no_mask():
     assert_same_sums(score_moments(tiny(), ids, mask, rewards), with_mask, rtol=1e-12)
 
 
-@pytest.mark.parametrize("block_bytes", [8, 200, 1 << 20])
+@pytest.mark.parametrize("block_bytes", [8, 200, 600, 1 << 20])
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_size_of_a_block_changes_nothing(monkeypatch, tied, block_bytes):
     monkeypatch.setattr(score_sums, "_BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(score_sums, "_ROWS", 1)
+    monkeypatch.setattr(score_sums, "_SEQUENCES", 3)
     assert_same_sums(
         score_moments(tiny(tied), *random_batch()), loop_score_moments(tiny(tied), *random_batch())
     )
