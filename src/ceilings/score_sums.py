@@ -116,19 +116,20 @@ class ParameterSums:
         rows, columns = self.scores.shape
         depth, height = _block_shape(len(root_weights), rows, columns, self._dtype.itemsize)
         buffer = self.scores.new_empty(depth * height * columns, dtype=self._dtype)
-        root_weights, rewards = root_weights.to(buffer), rewards.to(buffer)
+        whole = _Shares.of(root_weights, rewards, squares, linear, buffer)
+        starts = range(0, len(root_weights), depth)
+        portions = [(slice(n, n + depth), whole.some(slice(n, n + depth))) for n in starts]
         for first in range(0, rows, height):
             some_rows = slice(first, min(first + height, rows))
             writes = [term.on_rows(some_rows) for term in terms]
             sums = self._on_rows(some_rows)
             partial = sums if self.scores.dtype == self._dtype else sums.zeros(self._dtype)
-            for n in range(0, len(root_weights), depth):
-                some = slice(n, min(n + depth, len(root_weights)))
-                shape = (some.stop - n, some_rows.stop - first, columns)
+            for some, shares in portions:
+                shape = (len(shares.weights), some_rows.stop - first, columns)
                 block = buffer[: shape[0] * shape[1] * columns].view(shape)
                 for number, write in enumerate(writes):
                     write(block, some, number == 0)
-                partial.add(block, root_weights[some], rewards[:, some], squares, linear)
+                partial.add(block.view(shape[0], -1), shares)
             if partial is not sums:
                 sums.fold(partial)
 
@@ -152,14 +153,17 @@ class ParameterSums:
         ------
         rewards (K,).
         """
-        block = (root_weight * score.to(self.scores.dtype)).view(1, *self.scores.shape)
-        self._on_rows(slice(None)).add(
-            block, torch.tensor([root_weight], dtype=torch.float64), rewards[:, None], squares, linear
-        )
+        block = (root_weight * score.to(self.scores.dtype)).view(1, -1)
+        weight = torch.tensor([root_weight], dtype=torch.float64)
+        shares = _Shares.of(weight, rewards[:, None], squares, linear, block)
+        self._on_rows(slice(0, len(self.scores))).add(block, shares)
 
     def _on_rows(self, rows: slice) -> _Part:
         """Views of the sums."""
-        return _Part(self.scores[rows], self.squares[rows], list(self.reward_scores[:, rows].unbind(0)))
+        columns = self.scores.shape[1]
+        entries = slice(rows.start * columns, rows.stop * columns)
+        rewards = self.reward_scores.view(len(self.reward_scores), self.scores.numel())[:, entries]
+        return _Part(self.scores.view(-1)[entries], self.squares.view(-1)[entries], list(rewards.unbind(0)))
 
     def _add_rows(
         self, terms: list[RowsTerm], root_weights: Tensor, rewards: Tensor, squares: float, linear: bool
@@ -186,8 +190,29 @@ def _block_shape(sequences: int, rows: int, columns: int, itemsize: int) -> tupl
     return depth, height
 
 
+class _Shares(NamedTuple):
+    """How much each sequence of a block counts in each sum; nothing where a sum is left as it is."""
+
+    weights: Tensor
+    squares: Tensor | None
+    rewards: list[Tensor] | None
+
+    @classmethod
+    def of(cls, root_weights: Tensor, rewards: Tensor, squares: float, linear: bool, like: Tensor) -> _Shares:
+        """Shares as `ParameterSums.add` takes them, where and in the dtype in which they are used."""
+        weights = root_weights.to(like)
+        ones = torch.full_like(weights, squares) if squares else None
+        return cls(weights, ones, list(rewards.to(like)) if linear else None)
+
+    def some(self, sequences: slice) -> _Shares:
+        """Shares of some of the sequences."""
+        squares = None if self.squares is None else self.squares[sequences]
+        rewards = None if self.rewards is None else [r[sequences] for r in self.rewards]
+        return _Shares(self.weights[sequences], squares, rewards)
+
+
 class _Part(NamedTuple):
-    """Some rows of the sums."""
+    """Some rows of the sums, flat."""
 
     scores: Tensor
     squares: Tensor
@@ -206,21 +231,12 @@ class _Part(NamedTuple):
         for target, found in zip(self.reward_scores, other.reward_scores, strict=True):
             target.add_(found)
 
-    def add(self, block: Tensor, root_weights: Tensor, rewards: Tensor, squares: float, linear: bool) -> None:
-        """Add the scores of a few sequences; overwrites the block."""
-        if len(block) == 1:
-            if linear:
-                self.scores.add_(block[0], alpha=float(root_weights[0]))
-                for target, reward in zip(self.reward_scores, rewards[:, 0].tolist(), strict=True):
-                    target.add_(block[0], alpha=reward)
-            if squares:
-                self.squares.addcmul_(block[0], block[0], value=squares)
-            return
-        by_sequence = block.view(len(block), -1).T
-        if linear:
-            self.scores.view(-1).addmv_(by_sequence, root_weights.to(block))
-            for target, reward in zip(self.reward_scores, rewards.to(block), strict=True):
-                target.view(-1).addmv_(by_sequence, reward)
-        if squares:
-            ones = torch.full_like(by_sequence[0], squares)
-            self.squares.view(-1).addmv_(by_sequence.square_(), ones)
+    def add(self, block: Tensor, shares: _Shares) -> None:
+        """Add the scores of a few sequences, one a row; overwrites them."""
+        by_sequence = block.T
+        if shares.rewards is not None:
+            self.scores.addmv_(by_sequence, shares.weights)
+            for target, reward in zip(self.reward_scores, shares.rewards, strict=True):
+                target.addmv_(by_sequence, reward)
+        if shares.squares is not None:
+            self.squares.addmv_(by_sequence.square_(), shares.squares)
