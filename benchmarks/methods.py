@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from workloads import Workload
 
@@ -111,7 +112,8 @@ def _vmap(work: Workload, sums: Sums) -> None:
 
     per_sequence = vmap(grad(log_prob), in_dims=(None, 0, 0))
     for inputs, labels, rewards in _chunks(work):
-        grads = per_sequence(parameters, inputs, labels)
+        with sdpa_kernel(SDPBackend.MATH):  # the fused kernel has no rule for vmap
+            grads = per_sequence(parameters, inputs, labels)
         for name in parameters:
             sums.add_batch(name, grads.pop(name), rewards)
 
@@ -175,7 +177,8 @@ def _laplace(work: Workload, sums: Sums) -> None:
     backend = CurvlinopsEF(Logits(), "classification")
     named = dict(work.model.named_parameters())
     for inputs, labels, _ in _chunks(work):
-        diagonal = backend.diag(inputs, labels)[1]
+        with sdpa_kernel(SDPBackend.MATH):  # it uses vmap
+            diagonal = backend.diag(inputs, labels)[1]
         for name, part in zip(named, diagonal.split([p.numel() for p in named.values()]), strict=True):
             sums.squares[name].add_(part.view_as(named[name]))
 

@@ -32,7 +32,7 @@ def test_the_loop_is_that_of_the_library():
     for name, square in expected.squares.items():
         assert torch.allclose(found.scores[name], expected.scores[name], rtol=1e-10, atol=1e-12)
         assert torch.allclose(found.squares[name], square, rtol=1e-10, atol=1e-12)
-        assert torch.allclose(found.reward_scores[name], expected.reward_scores[name][0], rtol=1e-6, atol=1e-6)
+        assert torch.allclose(found.reward_scores[name], expected.reward_scores[name][0], rtol=1e-10)
 
 
 def test_a_fast_wrong_answer_is_called_wrong():
