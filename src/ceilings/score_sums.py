@@ -116,20 +116,24 @@ class ParameterSums:
         rows, columns = self.scores.shape
         depth, height = _block_shape(len(root_weights), rows, columns, self._dtype.itemsize)
         buffer = self.scores.new_empty(depth * height * columns, dtype=self._dtype)
+        block, by_sequence = buffer[:0], buffer[:0]
         whole = _Shares.of(root_weights, rewards, squares, linear, buffer)
         starts = range(0, len(root_weights), depth)
         portions = [(slice(n, n + depth), whole.some(slice(n, n + depth))) for n in starts]
+        everything = self._flat()
         for first in range(0, rows, height):
             some_rows = slice(first, min(first + height, rows))
             writes = [term.on_rows(some_rows) for term in terms]
-            sums = self._on_rows(some_rows)
+            sums = everything.some(first * columns, (some_rows.stop - first) * columns)
             partial = sums if self.scores.dtype == self._dtype else sums.zeros(self._dtype)
             for some, shares in portions:
                 shape = (len(shares.weights), some_rows.stop - first, columns)
-                block = buffer[: shape[0] * shape[1] * columns].view(shape)
+                if block.shape != shape:
+                    block = buffer[: shape[0] * shape[1] * columns].view(shape)
+                    by_sequence = block.view(shape[0], -1).T
                 for number, write in enumerate(writes):
                     write(block, some, number == 0)
-                partial.add(block.view(shape[0], -1), shares)
+                partial.add(by_sequence, shares)
             if partial is not sums:
                 sums.fold(partial)
 
@@ -156,14 +160,12 @@ class ParameterSums:
         block = (root_weight * score.to(self.scores.dtype)).view(1, -1)
         weight = torch.tensor([root_weight], dtype=torch.float64)
         shares = _Shares.of(weight, rewards[:, None], squares, linear, block)
-        self._on_rows(slice(0, len(self.scores))).add(block, shares)
+        self._flat().add(block.T, shares)
 
-    def _on_rows(self, rows: slice) -> _Part:
+    def _flat(self) -> _Part:
         """Views of the sums."""
-        columns = self.scores.shape[1]
-        entries = slice(rows.start * columns, rows.stop * columns)
-        rewards = self.reward_scores.view(len(self.reward_scores), self.scores.numel())[:, entries]
-        return _Part(self.scores.view(-1)[entries], self.squares.view(-1)[entries], list(rewards.unbind(0)))
+        rewards = [target.view(-1) for target in self.reward_scores]
+        return _Part(self.scores.view(-1), self.squares.view(-1), rewards)
 
     def _add_rows(
         self, terms: list[RowsTerm], root_weights: Tensor, rewards: Tensor, squares: float, linear: bool
@@ -212,11 +214,16 @@ class _Shares(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Some rows of the sums, flat."""
+    """Some entries of the sums, flat."""
 
     scores: Tensor
     squares: Tensor
     reward_scores: list[Tensor]
+
+    def some(self, start: int, length: int) -> _Part:
+        """Fewer entries."""
+        rewards = [target.narrow(0, start, length) for target in self.reward_scores]
+        return _Part(self.scores.narrow(0, start, length), self.squares.narrow(0, start, length), rewards)
 
     def zeros(self, dtype: torch.dtype) -> _Part:
         """Room for a batch."""
@@ -231,9 +238,8 @@ class _Part(NamedTuple):
         for target, found in zip(self.reward_scores, other.reward_scores, strict=True):
             target.add_(found)
 
-    def add(self, block: Tensor, shares: _Shares) -> None:
-        """Add the scores of a few sequences, one a row; overwrites them."""
-        by_sequence = block.T
+    def add(self, by_sequence: Tensor, shares: _Shares) -> None:
+        """Add the scores of a few sequences, one a column; overwrites them."""
         if shares.rewards is not None:
             self.scores.addmv_(by_sequence, shares.weights)
             for target, reward in zip(self.reward_scores, shares.rewards, strict=True):
