@@ -10,7 +10,7 @@ NAMES ?=
 ALL ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help env book serve notebooks results test lint claims api readme mutate constraints clean
+.PHONY: help env book serve notebooks results test lint claims api readme mutate constraints benchmark clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -61,6 +61,10 @@ readme: $(ENV)  ## draw the figure of the README and write its table of chapters
 mutate: $(ENV)  ## break things on purpose, one at a time: does a check see each?
 	@$(BIN)/python tools/mutate.py
 
+benchmark: $(ENV)  ## time the score moments against other libraries: see benchmarks/README.md
+	@OMP_NUM_THREADS=1 PYTHONPATH=$(VENV)/peers $(BIN)/python benchmarks/score_moments.py
+	@$(BIN)/python benchmarks/tables.py
+
 constraints: $(ENV)  ## write constraints.txt again after a change of requirements.txt
 	@$(PYTHON) -m venv $(VENV)/uv && $(VENV)/uv/bin/pip install -q uv
 	@$(VENV)/uv/bin/uv pip compile -q --universal --python-version 3.11 --no-header --no-annotate \
@@ -70,4 +74,4 @@ constraints: $(ENV)  ## write constraints.txt again after a change of requiremen
 
 clean:  ## remove what was built, but not the environment
 	rm -rf _build .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find src tools tests book -name __pycache__ -prune -exec rm -rf {} +
+	find src tools tests book benchmarks -name __pycache__ -prune -exec rm -rf {} +
