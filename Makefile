@@ -10,7 +10,7 @@ NAMES ?=
 ALL ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help env book serve notebooks results test lint claims api readme mutate constraints benchmark clean
+.PHONY: help env book serve notebooks results test lint claims api readme mutate constraints benchmark clean report
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -54,6 +54,9 @@ claims: $(ENV)  ## write the ledger of claims, book/claims.md
 
 api: $(ENV)  ## write the page of the library, book/api.md
 	@$(BIN)/python tools/api.py build
+
+report: $(ENV)  ## write the page of report.json, book/tool/report.md
+	@$(BIN)/python tools/report_fields.py build
 
 readme: $(ENV)  ## draw the figure of the README and write its table of chapters
 	@$(BIN)/python tools/readme.py

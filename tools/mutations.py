@@ -503,6 +503,27 @@ BOOK = [
         "tests/test_book.py -k page_of_the_library",
     ),
     fault(
+        "a field of the report that nobody explains",
+        "src/ceilings/report_schema.json",
+        ', "description": "Class of the model in its library."',
+        "",
+        "tests/test_report_fields.py",
+    ),
+    fault(
+        "the page of report.json edited by hand",
+        "book/tool/report.md",
+        "List of objects",
+        "List of things",
+        "tests/test_report_fields.py -k what_the_schema_says",
+    ),
+    fault(
+        "a picture of the report without its colours in the book",
+        "book/_static/custom.css",
+        ".report-part .hollow",
+        ".report-part .hallow",
+        "tests/test_book.py -k pieces_of_a_report",
+    ),
+    fault(
         "a wrong count in the README", "README.md", "all 40 of", "all 41 of", "tests/test_readme.py -k counts"
     ),
     Fault(
