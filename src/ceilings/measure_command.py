@@ -14,6 +14,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import nn
 
+from ceilings.distributed import team
 from ceilings.expected_cost import Cost, available_memory, measured_cost
 from ceilings.jsonl import read_lines
 from ceilings.measurement import Checkpoint, Interrupted, measure_rollouts, reward_columns
@@ -24,11 +25,10 @@ from ceilings.report import VERSION, caveats, conclusions, package_versions, wri
 from ceilings.report_page import page
 from ceilings.rollouts import Rollouts, check_fits, read_rollouts, write_rollouts
 from ceilings.run_folder import RunFolder, model_fingerprint
-from ceilings.sampling import sample_responses
 from ceilings.summary import summarise, write_derived
 from ceilings.tasks import Prompt, RewardRule, read_prompts, reward_rule
 
-__all__ = ["Console", "MeasureOptions", "NeedsConsentError", "TooLargeError", "measure"]
+__all__ = ["Console", "MeasureOptions", "NeedsConsentError", "TooLargeError", "load", "measure"]
 
 _ROWS: Final = 32  # responses sampled at once: one pass over the weights serves all of them
 _LONG: Final = 3600.0  # seconds of an exact next-token measurement that ask for consent
@@ -119,7 +119,7 @@ def measure(options: MeasureOptions, console: Console) -> None:
     if source is not None:
         read_lines(source)  # before the model is loaded: a broken file is found at once
     rule = reward_rule(options.reward or "exact") if options.prompts is not None else None
-    model, tokenizer = _load(options)
+    model, tokenizer = load(options)
     config = options.result_config() | {
         "model_fingerprint": model_fingerprint(model),
         "input_digest": None
@@ -248,8 +248,8 @@ class _PromptsTask:
         return _rollout_moments(self.options, self.model, rollouts, folder, console)
 
     def _at_once(self) -> int:
-        """Prompts that are answered in one batch."""
-        return max(1, _ROWS // self.options.samples)
+        """Prompts that are answered in one batch, by all processes together."""
+        return team().size * max(1, _ROWS // self.options.samples)
 
     def _sampled(self, folder: RunFolder, console: Console) -> Rollouts:
         """Sample what is not in the folder yet."""
@@ -261,7 +261,7 @@ class _PromptsTask:
         done, saved = sum(len(part) for part in parts) // samples, time.monotonic()
         for start in range(done, len(self.prompts), self._at_once()):
             prompts = self.prompts[start : start + self._at_once()]
-            drawn = sample_responses(
+            drawn = team().sample(
                 self.model,
                 [p.ids for p in prompts],
                 samples,
@@ -369,8 +369,24 @@ def _rollout_moments(
     )
 
 
-def _load(options: MeasureOptions) -> tuple[nn.Module, Any]:
-    """The model on its device, and its tokenizer if it has one."""
+def load(options: MeasureOptions) -> tuple[nn.Module, Any]:
+    """Load the model onto its device, and its tokenizer if it has one.
+
+    Parameters
+    ----------
+    options
+        Which model, dtype and device.
+
+    Returns
+    -------
+    tuple
+        Model, and tokenizer or None.
+
+    Raises
+    ------
+    ValueError
+        If the device cannot be used or the model not be read.
+    """
     try:
         device = torch.device(options.device)
         torch.empty(0, device=device)
@@ -434,8 +450,9 @@ def _announce(cost: Cost, options: MeasureOptions, console: Console) -> None:
 
 def _check_memory(cost: Cost, model: nn.Module) -> None:
     """Refuse what cannot fit, before hours are spent on it. The weights are there already."""
-    free = available_memory(next(model.parameters()).device)
-    needed = cost.moment_bytes + cost.batch_bytes
+    device = next(model.parameters()).device
+    free = available_memory(device)
+    needed = (cost.moment_bytes + cost.batch_bytes) * (team().here if device.type == "cpu" else 1)
     if free is not None and needed > free:
         raise TooLargeError(
             f"the moments and a batch need {_gigabytes(needed)} and {_gigabytes(free)} are free: lower --batch-size, "

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ceilings.distributed import team
 from ceilings.moments import ScoreMoments
 from ceilings.rollouts import Rollouts
-from ceilings.scores import ScoreAccumulator
 
 __all__ = ["SHUFFLED", "Checkpoint", "Interrupted", "measure_rollouts", "reward_columns"]
 
@@ -98,7 +98,7 @@ def measure_rollouts(
     rewards, reward_names
         One column a reward, and their names.
     batch_size
-        Sequences in one pass.
+        Sequences in one pass of one process.
     checkpoint
         Where to save on the way and to resume from; None to keep nothing.
     progress
@@ -128,7 +128,7 @@ def measure_rollouts(
     into memory is the first one. The count in the file of moments says where to go on.
     """
     order = sorted(range(len(rollouts)), key=lambda row: -rollouts.lengths[row])
-    accumulator = ScoreAccumulator(model, reward_names, batch_size)
+    accumulator = team().accumulator(model, reward_names, batch_size)
     done = 0
     if checkpoint is not None and checkpoint.path.exists():
         saved = ScoreMoments.load(checkpoint.path)
@@ -143,7 +143,7 @@ def measure_rollouts(
     last, pause = time.monotonic(), 0.0 if checkpoint is None else checkpoint.seconds
     device = next(model.parameters()).device
     while done < len(rollouts):
-        rows = order[done : done + batch_size]
+        rows = order[done : done + batch_size * team().size]
         padded = rollouts.take(rows).padded()
         accumulator.add(
             padded.input_ids.to(device),

@@ -1,0 +1,71 @@
+"""`ceilings measure` on two processes, many times in one run; process 1 fails when a file called `fault` says so."""
+
+import contextlib
+import io
+import os
+import signal
+from pathlib import Path
+
+from ceilings import cli, console, distributed, measure_options
+from ceilings.measure_command import MeasureOptions, load
+from pair import keep
+
+COMMON = ("toy", "--dtype", "float64", "--batch-size", "2", "--checkpoint-seconds", "0")
+ROLLOUTS = (*COMMON, "--rollouts", "rollouts.jsonl")
+PROMPTS = (*COMMON, "--prompts", "prompts.jsonl", "--samples", "3", "--max-new-tokens", "5", "--reward")
+CASES = {
+    "rollouts": ROLLOUTS,
+    "prompts": (*PROMPTS, "regex:w5|w7"),
+    "next": (*COMMON, "--next-token", "w2 w3", "--options", "w5", "w7"),
+    "useless": (*PROMPTS, "regex:nothing"),
+    "memory": ROLLOUTS,
+    "value": ROLLOUTS,
+    "bug": ROLLOUTS,
+    "stopped": ROLLOUTS,
+    "resumed": ROLLOUTS,
+    "death": ROLLOUTS,
+}
+FAULTS = {
+    "memory": MemoryError("nothing left"),
+    "value": ValueError("this sequence is wrong"),
+    "bug": ZeroDivisionError("a fault of ours"),
+}
+
+
+def measured():
+    """Every case on two processes; what each returned and printed goes into `ended.json`."""
+    plain = distributed.PooledAccumulator.add
+
+    def add(self, *args, **kwargs):
+        fault = Path("fault").read_text(encoding="utf-8") if Path("fault").exists() else ""
+        self.steps = getattr(self, "steps", 0) + 1
+        if os.environ["RANK"] == "1" and self.steps == 3:
+            if fault == "death":
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif fault:
+                raise FAULTS[fault]
+        plain(self, *args, **kwargs)
+
+    distributed.PooledAccumulator.add = add
+    options = MeasureOptions(model="toy", out="", dtype="float64")
+    return distributed.run_together("cpu", lead, lambda device: load(options)[0])
+
+
+def lead(device):
+    """What process 0 does."""
+    ended = {}
+    asked = console.Terminal.stopping
+    for name, arguments in CASES.items():
+        out = "stopped" if name == "resumed" else name
+        found = cli._parser().parse_args(["measure", *arguments, "--out", out])
+        Path("fault").write_text(name if name in (*FAULTS, "death") else "", encoding="utf-8")
+        console.Terminal.stopping = (lambda self: True) if name == "stopped" else asked
+        said, complained = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(complained):
+            try:
+                code = measure_options._measure(measure_options._options(found), console.Terminal())
+            except ZeroDivisionError as error:
+                code = repr(error) + str(error.__cause__)
+        ended[name] = (code, said.getvalue(), complained.getvalue())
+        keep(".", "ended.json", ended)
+    return 0
