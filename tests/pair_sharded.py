@@ -67,7 +67,6 @@ def build(case):
         tie_word_embeddings=case not in ("untied", "pieces"),
         attention_bias=True,
         initializer_range=0.5,
-        pad_token_id=0,
     )
     model = LlamaForCausalLM(config).double()
     return model, model.model.layers
