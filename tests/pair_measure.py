@@ -6,6 +6,8 @@ import os
 import signal
 from pathlib import Path
 
+from transformers.models.llama import modeling_llama  # noqa: F401 imported here, once for all tests
+
 from ceilings import cli, console, distributed, measure_options
 from ceilings.measure_command import MeasureOptions, load
 from pair import keep

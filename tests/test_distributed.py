@@ -15,7 +15,7 @@ import pair_measure
 from ceilings import cli, distributed
 from ceilings.moments import ScoreMoments
 from ceilings.testing import assert_equal
-from pair import environment, run_pair
+from pair import run_pair
 from toys import save_toy, some_rollouts, write_jsonl
 
 SUMS = ("scores", "squares", "reward_scores")
@@ -137,7 +137,6 @@ def test_ctrl_c_under_torchrun_keeps_what_is_done(tmp_path, monkeypatch):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "ceilings"]
     process = subprocess.Popen(
         [*command, *arguments, "--batch-size", "1", "--checkpoint-seconds", "0.1"],
-        env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
