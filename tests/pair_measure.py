@@ -6,11 +6,12 @@ import os
 import signal
 from pathlib import Path
 
-from transformers.models.llama import modeling_llama  # noqa: F401 imported here, once for all tests
+import torch
 
 from ceilings import cli, console, distributed, measure_options
 from ceilings.measure_command import MeasureOptions, load
 from pair import keep
+from pair_sharded import LlamaRMSNorm, in_float64
 
 COMMON = ("toy", "--dtype", "float64", "--batch-size", "2", "--checkpoint-seconds", "0")
 ROLLOUTS = (*COMMON, "--rollouts", "rollouts.jsonl")
@@ -49,12 +50,14 @@ def measured():
         plain(self, *args, **kwargs)
 
     distributed.PooledAccumulator.add = add
+    LlamaRMSNorm.forward = in_float64
     options = MeasureOptions(model="toy", out="", dtype="float64")
     return distributed.run_together("cpu", lead, lambda device: load(options)[0])
 
 
 def lead(device):
     """What process 0 does."""
+    by_token()
     ended = {}
     asked = console.Terminal.stopping
     for name, arguments in CASES.items():
@@ -71,3 +74,22 @@ def lead(device):
         ended[name] = (code, said.getvalue(), complained.getvalue())
         keep(".", "ended.json", ended)
     return 0
+
+
+def by_token():
+    """Squares of the scores of tokens: exact, and by signs, of which each process must draw its own."""
+    model, _ = load(MeasureOptions(model="toy", out="", dtype="float64"))
+    rows = tokens()
+    for name, draws in (("token", None), ("signs", 64), ("again", 64)):
+        generator = None if draws is None else torch.Generator().manual_seed(3)
+        accumulator = distributed.team().accumulator(
+            model, level="token", sign_draws=draws, generator=generator
+        )
+        accumulator.add(*rows)
+        accumulator.moments().save(f"{name}.safetensors")
+
+
+def tokens():
+    """The same four sequences twice: process 0 gets one copy, process 1 the other."""
+    ids = torch.randint(2, 20, (4, 7), generator=torch.Generator().manual_seed(1)).repeat_interleave(2, 0)
+    return ids, (torch.arange(7) >= 3).expand(8, -1), torch.arange(8) // 2

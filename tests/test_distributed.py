@@ -14,6 +14,8 @@ import torch
 import pair_measure
 from ceilings import cli, distributed
 from ceilings.moments import ScoreMoments
+from ceilings.pretrained import load_pretrained
+from ceilings.scores import score_moments
 from ceilings.testing import assert_equal
 from pair import run_pair
 from toys import save_toy, some_rollouts, write_jsonl
@@ -38,8 +40,9 @@ def pairs(tmp_path_factory):
 
 @pytest.fixture
 def ended(pairs, monkeypatch):
-    """What each case returned and printed, with the folder as the working one."""
+    """What each case returned and printed, with the folder as the working one and norms as in the pair."""
     monkeypatch.chdir(pairs[0])
+    monkeypatch.setattr(pair_measure.LlamaRMSNorm, "forward", pair_measure.in_float64)
     return json.loads((pairs[0] / "ended.json").read_text())
 
 
@@ -86,6 +89,31 @@ def test_sample_does_not_depend_on_the_number_of_processes(ended):
 def test_next_token_is_left_to_the_first_process(ended):
     assert ended["next"][0] == 0
     assert_same(ScoreMoments.load("next/moments.safetensors"), alone("next", "next-alone"))
+
+
+def test_tokens_are_squared_as_on_one_process_and_signs_differ_between_processes(ended):
+    model, _ = load_pretrained("toy", dtype=torch.float64)
+    rows = pair_measure.tokens()
+    exact = score_moments(model, *rows, level="token")
+    found, signs, again = (ScoreMoments.load(f"{n}.safetensors") for n in ("token", "signs", "again"))
+    assert_same(found, exact)
+    for name in exact.names:
+        assert torch.equal(signs.squares[name], again.squares[name])
+        assert_equal(signs.scores[name], exact.scores[name], rtol=1e-12)
+        # Unbiased: 64 draws for each of four tokens, on two processes, leave an error of this order in a total.
+        assert float(signs.squares[name].sum() / exact.squares[name].sum()) == pytest.approx(1, abs=0.25)
+    # Process 1 has the sequences of process 0. With its signs too, the sum would be twice that of one of them.
+    generator = torch.Generator().manual_seed(3)
+    seed = int(torch.randint(2**62, (2,), generator=generator)[0])
+    own = score_moments(
+        model,
+        *(part[::2] for part in rows),
+        level="token",
+        sign_draws=64,
+        generator=torch.Generator().manual_seed(seed),
+    )
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert float((signs.squares[name] - 2 * own.squares[name]).norm() / own.squares[name].norm()) > 0.01
 
 
 @pytest.mark.parametrize(

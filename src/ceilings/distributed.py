@@ -145,7 +145,8 @@ class Team:
         Parameters
         ----------
         model, reward_names, level, sign_draws, generator
-            As in `ceilings.scores.ScoreAccumulator`. Signs come from one generator a process.
+            As in `ceilings.scores.ScoreAccumulator`. Each process draws signs of its own, from a seed that comes from
+            the generator.
         batch_size
             Sequences in one pass of one process.
 
@@ -331,11 +332,15 @@ class Team:
     def _on_open(self, share: tuple[Any, ...]) -> None:
         number, names, batch_size, options = share
         assert self._model is not None
+        if options["sign_draws"] is not None:
+            options = options | {"generator": torch.Generator()}
         self._accumulators[number] = PooledAccumulator(self._model, names, batch_size, **options)
 
     def _on_add(self, share: tuple[Any, ...]) -> None:
-        number, rows, attention_mask = share
+        number, rows, attention_mask, seed = share
         if len(rows[0]):
+            if seed is not None:
+                self._accumulators[number].reseed(seed)
             ids, mask, rewards = (tensor.to(self.device) for tensor in rows)
             attention_mask = None if attention_mask is None else attention_mask.to(self.device)
             self._accumulators[number].add(ids, mask, rewards, attention_mask=attention_mask)
@@ -359,16 +364,8 @@ class TeamAccumulator:
         self, team: Team, reward_names: tuple[str, ...], batch_size: int, options: dict[str, Any]
     ) -> None:
         self._team, self._number = team, team.number()
-        shares = [
-            (
-                self._number,
-                reward_names,
-                batch_size,
-                options | {"generator": _own(options["generator"], rank)},
-            )
-            for rank in range(team.size)
-        ]
-        team.call("open", shares)
+        self._generator: torch.Generator | None = options.pop("generator")
+        team.call("open", [(self._number, reward_names, batch_size, options)] * team.size)
 
     def add(
         self,
@@ -388,12 +385,16 @@ class TeamAccumulator:
         rows = [tensor.cpu() for tensor in (input_ids, response_mask, rewards)]
         mask = None if attention_mask is None else attention_mask.cpu()
         size = self._team.size
+        seeds: list[int | None] = [None] * size
+        if self._generator is not None:
+            seeds = torch.randint(2**62, (size,), generator=self._generator).tolist()
         # NOTE cloned, because pickling a view takes along all that it is a view of.
         shares = [
             (
                 self._number,
                 [tensor[rank::size].clone() for tensor in rows],
                 None if mask is None else mask[rank::size].clone(),
+                seeds[rank],
             )
             for rank in range(size)
         ]
@@ -504,13 +505,6 @@ def _own_device(device: str, here: int) -> str:
     number = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
     torch.cuda.set_device(number)
     return f"cuda:{number}"
-
-
-def _own(generator: torch.Generator | None, rank: int) -> torch.Generator | None:
-    """Generator of one process: that of process 0 is the given one."""
-    if generator is None or rank == 0:
-        return generator
-    return torch.Generator().manual_seed((generator.initial_seed() + 0x9E3779B97F4A7C15 * rank) % 2**63)
 
 
 def _failure(error: Exception) -> _Failure:

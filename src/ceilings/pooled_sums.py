@@ -81,6 +81,17 @@ class PooledAccumulator(scores.ScoreAccumulator):
         if filled:
             self._reduce(parts, filled)
 
+    def reseed(self, seed: int) -> None:
+        """Draw the next signs from another seed.
+
+        Parameters
+        ----------
+        seed
+            One that no other process has.
+        """
+        if self._generator is not None:
+            self._generator.manual_seed(seed)
+
     def _part(self) -> _Part:
         """What the others must know of this process."""
         slow = set(self._slow_next_token)
