@@ -5,7 +5,7 @@ import os
 import torch
 from torch import distributed as dist
 
-from ceilings import scores
+from ceilings import distributed, scores
 from ceilings.pooled_sums import PooledAccumulator
 from ceilings.transformer import TinyTransformer, TransformerConfig
 from pair import keep
@@ -82,3 +82,16 @@ def refused(what):
     except ValueError as error:
         return str(error)
     return os.environ["RANK"]
+
+
+def strangers():
+    """Process 1 has another model; process 0 keeps what it was told."""
+
+    def lead(device):
+        try:
+            distributed.team().accumulator(model(), ("a", "b"))
+        except ValueError as error:
+            keep(".", "strangers.json", str(error))
+        return 7
+
+    return distributed.run_together("cpu", lead, lambda device: model().requires_grad_(False).float())

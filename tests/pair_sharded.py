@@ -91,7 +91,8 @@ def sharded():
         model, blocks = build(case)
         if case == "pieces":
             fully_shard(model.model.embed_tokens, mesh=mesh)
-            fully_shard([model.model.norm, model.lm_head], mesh=mesh)
+            fully_shard(model.model.norm, mesh=mesh)
+            fully_shard(model.lm_head, mesh=mesh)
         if case != "whole":
             for block in blocks:
                 fully_shard(block, mesh=mesh)
@@ -106,7 +107,7 @@ def sharded():
         again.add(ids[6:], mask[6:], rewards[6:], attention_mask=attention[6:])
         save_rows(again.moments(), case)
         notes[case] = [
-            all(p.requires_grad for p in model.parameters()),
+            all(p.requires_grad and p.grad is None for p in model.parameters()),
             sum(t.numel() for t in again.moments().squares.values()),
             trained(model, ids),
         ]

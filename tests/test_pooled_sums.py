@@ -49,3 +49,9 @@ def test_what_does_not_belong_together_is_refused_by_all(folder):
         parameters, weights = json.loads((folder / f"refused{rank}.json").read_text())
         assert "process 1 measures other parameters" in parameters
         assert "some processes have weights and others none" in weights
+
+
+def test_processes_with_different_models_are_refused(tmp_path):
+    (first, *_), (second, *_) = run_pair(pair_pooled.strangers, tmp_path)
+    assert "process 1 has loaded another model" in json.loads((tmp_path / "strangers.json").read_text())
+    assert (first, second) == (7, 0)  # the exit code is that of process 0

@@ -68,8 +68,8 @@ def test_each_process_holds_its_rows_and_leaves_the_model_as_it_was(folder):
     for rank in range(2):
         notes = json.loads((folder / f"notes{rank}.json").read_text())
         assert notes.pop("refused").startswith("gain has no fast rule here")
-        for case, (required, entries, trained) in notes.items():
-            assert required and trained, case
+        for case, (untouched, entries, trained) in notes.items():
+            assert untouched and trained, case
             held += [entries] if case == "tied" else []
     assert sum(held) == total and max(held) < 0.55 * total
 
