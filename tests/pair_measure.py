@@ -4,12 +4,14 @@ import contextlib
 import io
 import os
 import signal
+from collections import Counter
 from pathlib import Path
 
 import torch
 
 from ceilings import cli, console, distributed, measure_options
-from ceilings.measure_command import MeasureOptions, load
+from ceilings.measure_command import load
+from ceilings.measure_options import MeasureOptions
 from pair import keep
 from pair_sharded import LlamaRMSNorm, in_float64
 
@@ -37,12 +39,14 @@ FAULTS = {
 
 def measured():
     """Every case on two processes; what each returned and printed goes into `ended.json`."""
+    steps = Counter()
     plain = distributed.PooledAccumulator.add
 
     def add(self, *args, **kwargs):
         fault = Path("fault").read_text(encoding="utf-8") if Path("fault").exists() else ""
-        self.steps = getattr(self, "steps", 0) + 1
-        if os.environ["RANK"] == "1" and self.steps == 3:
+        steps[fault] += 1
+        # Two steps of a half have a share for process 1, so this is the second step of the second half.
+        if os.environ["RANK"] == "1" and steps[fault] == 4:
             if fault == "death":
                 os.kill(os.getpid(), signal.SIGKILL)
             elif fault:
@@ -50,6 +54,14 @@ def measured():
         plain(self, *args, **kwargs)
 
     distributed.PooledAccumulator.add = add
+    opened, held = distributed.Team._on_open, []
+
+    def open_one(self, share):
+        opened(self, share)
+        held.append(len(self._accumulators))
+        keep(".", f"held{os.environ['RANK']}.json", held)
+
+    distributed.Team._on_open = open_one
     LlamaRMSNorm.forward = in_float64
     options = MeasureOptions(model="toy", out="", dtype="float64")
     return distributed.run_together("cpu", lead, lambda device: load(options)[0])

@@ -280,7 +280,7 @@ LIBRARY = [
         "both uses of a tied matrix squared apart, on sharded sums",
         "src/ceilings/sharded_sums.py",
         "                    self._sums[name].add(blocks, root_weights, rewards)",
-        "                    for block in blocks:\n                        self._sums[name].add([block], root_weights, rewards)",
+        "                    [self._sums[name].add([b], root_weights, rewards) for b in blocks]",
         "tests/test_sharded_sums.py",
     ),
     fault(

@@ -34,6 +34,7 @@ import signal
 import sys
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Final, NamedTuple
@@ -114,6 +115,7 @@ class Team:
     def __init__(self, device: str = "cpu", together: bool = False) -> None:
         self.size, self.rank, self.here, self.device = 1, 0, 1, device
         self._accumulators: dict[int, PooledAccumulator] = {}
+        self._forgotten: list[int] = []
         self._model: nn.Module | None = None
         self._calls = self._made = 0
         if not together:
@@ -281,6 +283,28 @@ class Team:
         self._made += 1
         return self._made
 
+    def forget(self, number: int) -> None:
+        """Let an accumulator go here, and on the other processes when the next one is made.
+
+        Parameters
+        ----------
+        number
+            Which.
+        """
+        self._accumulators.pop(number, None)
+        self._forgotten.append(number)
+
+    def forgotten(self) -> list[int]:
+        """Take the list of accumulators that the others still hold.
+
+        Returns
+        -------
+        list
+            Their numbers.
+        """
+        self._forgotten, numbers = [], self._forgotten
+        return numbers
+
     def _meet(self, model: nn.Module) -> None:
         """Make sure that all have the same model."""
         if self._model is model:
@@ -330,7 +354,9 @@ class Team:
         return sample_responses(self._model, prompts, samples, generators, **options)
 
     def _on_open(self, share: tuple[Any, ...]) -> None:
-        number, names, batch_size, options = share
+        number, names, batch_size, options, forgotten = share
+        for old in forgotten:
+            self._accumulators.pop(old, None)
         assert self._model is not None
         if options["sign_draws"] is not None:
             options = options | {"generator": torch.Generator()}
@@ -365,7 +391,9 @@ class TeamAccumulator:
     ) -> None:
         self._team, self._number = team, team.number()
         self._generator: torch.Generator | None = options.pop("generator")
-        team.call("open", [(self._number, reward_names, batch_size, options)] * team.size)
+        # NOTE sums are as large as the model: whoever lets this object go must not keep them elsewhere.
+        weakref.finalize(self, team.forget, self._number)
+        team.call("open", [(self._number, reward_names, batch_size, options, team.forgotten())] * team.size)
 
     def add(
         self,
