@@ -21,6 +21,7 @@ from ceilings.moments import ScoreMoments, flatten
 from ceilings.pretrained import load_pretrained
 from ceilings.reference import loop_score_moments
 from ceilings.rollouts import read_rollouts
+from ceilings.scores import ScoreAccumulator
 from ceilings.testing import assert_equal
 from toys import CONTEXT, VOCABULARY, rollout, save_toy, some_rollouts, write_jsonl
 
@@ -633,14 +634,14 @@ def test_what_does_not_fit_is_refused_before_it_starts(toy, here, capsys, monkey
 )
 def test_memory_that_runs_out_on_the_way_keeps_the_checkpoint(toy, here, capsys, monkeypatch, error):
     calls = iter(range(99))
-    real = measurement.ScoreAccumulator.add
+    real = ScoreAccumulator.add
 
     def add(self, *args, **kwargs):
         if next(calls) == 3:
             raise error
         real(self, *args, **kwargs)
 
-    monkeypatch.setattr(measurement.ScoreAccumulator, "add", add)
+    monkeypatch.setattr(ScoreAccumulator, "add", add)
     arguments = (
         toy,
         "--rollouts",

@@ -311,6 +311,34 @@ LIBRARY = [
         "other = dataclasses.replace(other, reward_shift=self.reward_shift)",
         "tests/test_scores.py",
     ),
+    fault(
+        "sums handed over and kept",
+        "src/ceilings/pooled_sums.py",
+        "                    tensor.zero_()",
+        "                    pass",
+        "tests/test_pooled_sums.py",
+    ),
+    fault(
+        "both uses of a tied matrix squared apart, on sharded sums",
+        "src/ceilings/sharded_sums.py",
+        "                    self._sums[name].add(blocks, root_weights, rewards)",
+        "                    [self._sums[name].add([b], root_weights, rewards) for b in blocks]",
+        "tests/test_sharded_sums.py",
+    ),
+    fault(
+        "a sequence that fills up a step counted",
+        "src/ceilings/sharded_sums.py",
+        "present = (row < count)",
+        "present = (row >= 0)",
+        "tests/test_sharded_sums.py",
+    ),
+    fault(
+        "an error of another process ignored",
+        "src/ceilings/distributed.py",
+        "            if isinstance(answer, _Failure):",
+        "            if False:",
+        "tests/test_distributed.py",
+    ),
 ]
 
 CHAPTERS = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import signal
 import sys
 import time
@@ -32,7 +33,9 @@ class Parser(argparse.ArgumentParser):
     """Parser that complains in one sentence."""
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong and where to read on."""
+        """Say what is wrong and where to read on; of several processes only the first does."""
+        if "WORLD_SIZE" in os.environ and os.environ.get("RANK", "0") != "0":
+            raise SystemExit(OK)
         sys.stderr.write(f"{self.prog}: {message}; see {self.prog} --help\n")
         raise SystemExit(WRONG_INPUT)
 

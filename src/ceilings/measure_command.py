@@ -10,6 +10,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from ceilings.distributed import team
 from ceilings.expected_cost import Cost, available_memory
 from ceilings.jsonl import read_lines
 from ceilings.measure_options import MeasureOptions
@@ -30,7 +31,7 @@ from ceilings.run_folder import RunFolder, model_fingerprint
 from ceilings.summary import summarise, write_derived
 from ceilings.tasks import read_prompts, reward_rule
 
-__all__ = ["NeedsConsentError", "TooLargeError", "measure"]
+__all__ = ["NeedsConsentError", "TooLargeError", "load", "measure"]
 
 _LONG: Final = 3600.0  # seconds of an exact next-token measurement that ask for consent
 _BUILT_IN: Final = "smollm2"
@@ -70,7 +71,7 @@ def measure(options: MeasureOptions, console: Console) -> None:
     if source is not None:
         read_lines(source)  # before the model is loaded: a broken file is found at once
     rules = {rule: reward_rule(rule) for rule in options.reward}
-    model, tokenizer = _load(options)
+    model, tokenizer = load(options)
     config = options.result_config() | {
         "model_fingerprint": model_fingerprint(model),
         "input_digest": None
@@ -119,8 +120,24 @@ def measure(options: MeasureOptions, console: Console) -> None:
     console.say(f"The whole report: {folder.path / 'report.html'}")
 
 
-def _load(options: MeasureOptions) -> tuple[nn.Module, Any]:
-    """The model on its device, and its tokenizer if it has one."""
+def load(options: MeasureOptions) -> tuple[nn.Module, Any]:
+    """Load the model onto its device, and its tokenizer if it has one.
+
+    Parameters
+    ----------
+    options
+        Which model, dtype and device.
+
+    Returns
+    -------
+    tuple
+        Model, and tokenizer or None.
+
+    Raises
+    ------
+    ValueError
+        If the device cannot be used or the model not be read.
+    """
     try:
         device = torch.device(options.device)
         torch.empty(0, device=device)
@@ -188,8 +205,9 @@ def _announce(cost: Cost, options: MeasureOptions, console: Console) -> None:
 
 def _check_memory(cost: Cost, model: nn.Module) -> None:
     """Refuse what cannot fit, before hours are spent on it. The weights are there already."""
-    free = available_memory(next(model.parameters()).device)
-    needed = cost.moment_bytes + cost.batch_bytes
+    device = next(model.parameters()).device
+    free = available_memory(device)
+    needed = (cost.moment_bytes + cost.batch_bytes) * (team().here if device.type == "cpu" else 1)
     if free is not None and needed > free:
         raise TooLargeError(
             f"the moments and a batch need {_gigabytes(needed)} and {_gigabytes(free)} are free: lower --batch-size, "

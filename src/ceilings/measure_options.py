@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ceilings.console import (
@@ -27,6 +27,7 @@ exit codes:
   2  wrong usage or input; the message says what and where
   3  stopped by Ctrl-C; the same command goes on from there
   4  not enough memory
+  5  with torchrun: another process of the run was lost; torchrun itself ends with 1 and names these codes
 """
 _MEASURE: Final = """\
 Measure how far a reward can push each parameter of a causal language model: the gradient of the expected reward,
@@ -50,6 +51,9 @@ examples:
                       or: {"prompt": "2 + 2 =", "response": " 4", "rewards": {"exact": 1.0, "length": 0.3}}
   every next token, exactly: where does a reward for "tea" push, and where one for "coffee"?
       ceilings measure smollm2 --next-token "She drank a cup of" --options tea coffee --out run
+
+  on two processes, which share out the sequences
+      torchrun --nproc-per-node 2 -m ceilings measure smollm2 --rollouts rollouts.jsonl --out run
 
 Stop with Ctrl-C: what is done is kept, and the same command goes on. A report is one page, DIR/report.html, with
 all numbers in DIR/report.json.
@@ -203,7 +207,18 @@ def run_measure(found: argparse.Namespace, terminal: Terminal) -> int:
     int
         Exit code.
     """
-    return _measure(_options(found), terminal)
+    options = _options(found)
+    from ceilings import distributed
+
+    if not distributed.launched():
+        return _measure(options, terminal)
+    from ceilings.measure_command import load
+
+    return distributed.run_together(
+        options.device,
+        lambda device: _measure(replace(options, device=device), terminal),
+        lambda device: load(replace(options, device=device))[0],
+    )
 
 
 def _measure(options: MeasureOptions, terminal: Terminal) -> int:

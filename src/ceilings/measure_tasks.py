@@ -13,6 +13,7 @@ from typing import Any, Final, Protocol, cast
 import torch
 from torch import nn
 
+from ceilings.distributed import team
 from ceilings.expected_cost import Cost, sample_cost
 from ceilings.folds import Folds, two_halves
 from ceilings.jsonl import read_lines
@@ -22,7 +23,6 @@ from ceilings.moments import Level, ScoreMoments
 from ceilings.next_token import next_token_moments
 from ceilings.rollouts import Rollouts, centred_by_group, check_fits, read_rollouts, write_rollouts
 from ceilings.run_folder import RunFolder
-from ceilings.sampling import sample_responses
 from ceilings.tasks import Prompt, RewardRule
 from ceilings.uncertainty import is_permuted
 
@@ -174,8 +174,8 @@ class PromptsTask:
         )
 
     def _at_once(self) -> int:
-        """Prompts that are answered in one batch."""
-        return max(1, _ROWS // self.options.samples)
+        """Prompts that are answered in one batch, by all processes together."""
+        return team().size * max(1, _ROWS // self.options.samples)
 
     def _sampled(self, folder: RunFolder, console: Console) -> Rollouts:
         """Sample what is not in the folder yet."""
@@ -187,7 +187,7 @@ class PromptsTask:
         done, saved = sum(len(part) for part in parts) // samples, time.monotonic()
         for start in range(done, len(self.prompts), self._at_once()):
             prompts = self.prompts[start : start + self._at_once()]
-            drawn = sample_responses(
+            drawn = team().sample(
                 self.model,
                 [p.ids for p in prompts],
                 samples,

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ceilings.distributed import team
 from ceilings.moments import Level, ScoreMoments
 from ceilings.rollouts import Rollouts
-from ceilings.scores import ScoreAccumulator
 from ceilings.uncertainty import with_permuted
 
 __all__ = ["Checkpoint", "Interrupted", "measure_rollouts", "reward_columns"]
@@ -112,7 +112,7 @@ def measure_rollouts(
     rewards, reward_names
         One column a reward, and their names.
     batch_size
-        Sequences in one pass; tokens where every token is a row.
+        Sequences in one pass of one process; tokens where every token is a row.
     level, sign_draws
         As in `ceilings.scores.score_moments`.
     seed
@@ -150,7 +150,7 @@ def measure_rollouts(
     """
     order = sorted(range(len(rollouts)), key=lambda row: -rollouts.lengths[row])
     signs = None if sign_draws is None else torch.Generator()
-    accumulator = ScoreAccumulator(
+    accumulator = team().accumulator(
         model, reward_names, batch_size, level=level, sign_draws=sign_draws, generator=signs
     )
     done = 0
@@ -167,7 +167,7 @@ def measure_rollouts(
     last, pause = time.monotonic(), 0.0 if checkpoint is None else checkpoint.seconds
     device = next(model.parameters()).device
     while done < len(rollouts):
-        rows = order[done : done + batch_size]
+        rows = order[done : done + batch_size * team().size]
         padded = rollouts.take(rows).padded()
         if signs is not None:
             signs.manual_seed((seed << 32) + done)

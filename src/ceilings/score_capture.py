@@ -132,7 +132,10 @@ def find_rules(
                 if key not in covered:
                     slow.add(names[id(parameter)])
 
-    handles = [m.register_forward_hook(inspect_call) for m in model.modules() if len(m._parameters)]
+    # NOTE before the hooks of others: one of FSDP2 takes the weights away as soon as a module is done.
+    handles = [
+        m.register_forward_hook(inspect_call, prepend=True) for m in model.modules() if len(m._parameters)
+    ]
     required = {name: p.requires_grad for name, p in parameters.items()}
     reads: Counter[str] = Counter()
     try:
@@ -209,7 +212,7 @@ class Capture:
     def __enter__(self) -> Capture:
         """Attach the hooks."""
         owners = [m for m in self._rules if self._owned(m)]
-        self._handles = [m.register_forward_hook(self._tap) for m in owners]
+        self._handles = [m.register_forward_hook(self._tap, prepend=True) for m in owners]
         self._handles += [m.register_forward_pre_hook(_contiguous) for m in owners]
         return self
 
