@@ -28,6 +28,7 @@ from ceilings.results import Record
 from ceilings.sources import Source, fixed_data, own_samples
 from ceilings.training import History, TrainingConfig, pretrained_decoder, train
 from ceilings.transformer import TinyTransformer, TransformerConfig
+from ceilings.uncertainty import with_permuted
 
 __all__ = ["FULL", "NAME", "NULL", "SMOKE", "Config", "gains", "run"]
 
@@ -181,7 +182,8 @@ def _source(name: str, puzzle: Puzzle, config: Config, seed: int) -> Source:
 
     def shuffled(model: torch.nn.Module, generator: torch.Generator) -> Any:
         rollouts = own(model, generator)
-        return replace(rollouts, rewards=rollouts.shuffled_rewards(generator))
+        columns, _ = with_permuted(rollouts.rewards.double(), 1, generator, torch.tensor(rollouts.groups))
+        return replace(rollouts, rewards=columns[:, 1])
 
     return shuffled
 
