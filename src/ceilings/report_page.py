@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from importlib.resources import files
-from typing import Any, Final
+from collections.abc import Mapping
+from typing import Any
 
 from ceilings.charts import concentration_chart, distribution_chart, heat_map, number, percent
+from ceilings.page_parts import bullets, document, short, table, tiles
 
 __all__ = ["page"]
-
-_STYLE: Final = files("ceilings").joinpath("report.css").read_text(encoding="utf-8")
 
 
 def page(report: Mapping[str, Any]) -> str:
@@ -31,23 +29,16 @@ def page(report: Mapping[str, Any]) -> str:
     parts = [
         _head(report),
         _tiles(report),
-        f"<section><h2>What this says</h2>{_list(report['conclusions'])}</section>",
+        f"<section><h2>What this says</h2>{bullets(report['conclusions'])}</section>",
         f'<div class="pair">{_ceiling_map(report)}{_tightness_map(report)}</div>',
         f'<div class="pair">{_distribution(report)}{_concentration(report)}</div>',
         _options(report),
         f'<div class="pair">{_rows(report)}{_parameters(report)}</div>',
-        f"<section><h2>What this does not say</h2>{_list(report['caveats'])}</section>",
+        f"<section><h2>What this does not say</h2>{bullets(report['caveats'])}</section>",
         _every_tensor(report),
         _provenance(report),
     ]
-    title = html.escape(f"Reward ceilings of {report['config']['model']}")
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{title}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n"
-        + "\n".join(part for part in parts if part)
-        + "\n</main>\n</body>\n</html>\n"
-    )
+    return document(f"Reward ceilings of {report['config']['model']}", parts)
 
 
 def _head(report: Mapping[str, Any]) -> str:
@@ -77,7 +68,7 @@ def _tiles(report: Mapping[str, Any]) -> str:
     reward, tightness = report["rewards"][0], report["tightness"]
     floor = report["uncertainty"]["noise_floor"]
     beside = "exact, no noise" if floor is None else f"noise alone: {number(floor)}"
-    tiles = [
+    shown = [
         (f"{report['model']['parameters']:,}", "parameters, tied ones once"),
         (f"{number(reward['mean'])} ± {number(reward['std'])}", "mean reward ± its standard deviation"),
         (
@@ -86,8 +77,7 @@ def _tiles(report: Mapping[str, Any]) -> str:
         ),
         (number(tightness["mean"]), f"mean tightness ({beside})"),
     ]
-    shown = "".join(f'<div class="tile"><b>{value}</b><span>{what}</span></div>' for value, what in tiles)
-    return f'<div class="tiles">{shown}</div>'
+    return tiles(shown)
 
 
 def _cells(report: Mapping[str, Any], value: str) -> dict[tuple[str, str], float]:
@@ -98,7 +88,7 @@ def _cells(report: Mapping[str, Any], value: str) -> dict[tuple[str, str], float
     for tensor in sorted(report["tensors"], key=lambda t: t["layer"] is None):
         if tensor["layer"] is None or tensor[value] is None:
             continue
-        place = (str(tensor["layer"]), _short(tensor["matrix"]))
+        place = (str(tensor["layer"]), short(tensor["matrix"]))
         weight = tensor["parameters"] - (tensor["tightness_undefined"] if value != "ceiling_rms" else 0)
         squares[place] = squares.get(place, 0.0) + weight * tensor[value] ** 2
         counts[place] = counts.get(place, 0) + weight
@@ -147,7 +137,7 @@ def _outside(report: Mapping[str, Any], value: str) -> str:
         return ""
     return (
         "Outside the layers: "
-        + ", ".join(f"{html.escape(_short(t['matrix']))} {number(t[value])}" for t in found[:4])
+        + ", ".join(f"{html.escape(short(t['matrix']))} {number(t[value])}" for t in found[:4])
         + "."
     )
 
@@ -204,11 +194,11 @@ def _options(report: Mapping[str, Any]) -> str:
         (html.escape(r["name"]), number(r["mean"]), number(r["std"]), number(r["gradient_norm"]))
         for r in report["rewards"]
     ]
-    table = _table(("option", "probability", "σ(R)", "norm of the gradient"), rows)
+    shown = table(("option", "probability", "σ(R)", "norm of the gradient"), rows)
     return (
         "<section><h2>The options compared</h2>"
         '<p class="soft small">Each option is a reward of 1 for its token and 0 for all others. Pictures and '
-        f"files are of the first.</p>{table}</section>"
+        f"files are of the first.</p>{shown}</section>"
     )
 
 
@@ -226,7 +216,7 @@ def _rows(report: Mapping[str, Any]) -> str:
     return (
         "<section><h2>Neurons with the most room</h2>"
         '<p class="soft small">Rows of matrices; in an embedding, tokens. The norm of a row’s gradient is at most its '
-        f"ceiling.</p>{_table(('row', 'ceiling', 'in use', 'room'), rows)}</section>"
+        f"ceiling.</p>{table(('row', 'ceiling', 'in use', 'room'), rows)}</section>"
     )
 
 
@@ -241,7 +231,7 @@ def _parameters(report: Mapping[str, Any]) -> str:
     return (
         "<section><h2>Parameters with the most room</h2>"
         '<p class="soft small">Room is the ceiling less the size of the gradient.</p>'
-        f"{_table(('parameter', 'ceiling', 'in use', 'room'), rows)}</section>"
+        f"{table(('parameter', 'ceiling', 'in use', 'room'), rows)}</section>"
     )
 
 
@@ -259,7 +249,7 @@ def _every_tensor(report: Mapping[str, Any]) -> str:
         for t in report["tensors"]
     ]
     heads = ("tensor", "shape", "ceiling (rms)", "gradient norm", "tightness (mean)", "shuffled")
-    return f"<section><details><summary>Every tensor</summary>{_table(heads, rows)}</details></section>"
+    return f"<section><details><summary>Every tensor</summary>{table(heads, rows)}</details></section>"
 
 
 def _provenance(report: Mapping[str, Any]) -> str:
@@ -280,28 +270,3 @@ def _provenance(report: Mapping[str, Any]) -> str:
         "<code>fisher.safetensors</code>, <code>tightness.safetensors</code>; sums to merge with other runs: "
         "<code>moments.safetensors</code>.</p></section>"
     )
-
-
-def _list(sentences: Iterable[str]) -> str:
-    """Bulleted sentences."""
-    return "<ul>" + "".join(f"<li>{html.escape(s)}</li>" for s in sentences) + "</ul>"
-
-
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Table whose first column is a name and whose others are numbers; cells are HTML already."""
-    top = "".join(f"<th{'' if k == 0 else ' class=num'}>{html.escape(h)}</th>" for k, h in enumerate(heads))
-    rows = list(rows)
-    assert all(len(row) == len(heads) for row in rows)
-    body = "".join(
-        "<tr>"
-        + "".join(f'<td class="{"num" if k else "name"}">{c}</td>' for k, c in enumerate(row))
-        + "</tr>"
-        for row in rows
-    )
-    return f'<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
-def _short(matrix: str) -> str:
-    """Name of a matrix without the block that it sits in, unless that says what it is."""
-    parts = [part for part in matrix.split(".") if part != "*"]
-    return ".".join(parts[-2:]) if parts[-1] in ("bias", "dense") else parts[-1]

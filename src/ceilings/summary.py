@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import math
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +24,7 @@ from torch import Tensor
 from ceilings.measurement import SHUFFLED
 from ceilings.moments import ScoreMoments
 from ceilings.moments_file import write_tensors
+from ceilings.places import place
 
 __all__ = ["SHARES", "derived_tensors", "noise_floor", "summarise", "write_derived"]
 
@@ -294,7 +294,7 @@ def _tensor_summary(
     tightness = one.tightness(primary)[name]
     real, defined = totals.tightness.add(tightness)
     null, _ = totals.shuffled.add(one.tightness(SHUFFLED)[name]) if shuffled else (real[:0], 0)
-    layer, matrix = _place(name)
+    layer, matrix = place(name)
     squares = float(gradient.double().square().sum())
     _offer_entries(name, totals, fisher, gradient, tightness)
     _offer_rows(name, totals, fisher, gradient, row_label)
@@ -317,14 +317,14 @@ def _tensor_summary(
 def _offer_entries(name: str, totals: _Totals, fisher: Tensor, gradient: Tensor, tightness: Tensor) -> None:
     """Offer the entries of a tensor with the most room, ceiling minus gradient."""
     room = (totals.std * fisher.sqrt() - gradient.abs()).flatten()
-    for value, place in zip(*(t.tolist() for t in room.topk(min(_TOP, len(room)))), strict=True):
-        index = [int(i) for i in torch.unravel_index(torch.tensor(place), gradient.shape)]
-        rho = float(tightness.flatten()[place])
+    for value, at in zip(*(t.tolist() for t in room.topk(min(_TOP, len(room)))), strict=True):
+        index = [int(i) for i in torch.unravel_index(torch.tensor(at), gradient.shape)]
+        rho = float(tightness.flatten()[at])
         entry = {
             "name": name,
             "index": index,
-            "ceiling": totals.std * math.sqrt(float(fisher.flatten()[place])),
-            "gradient": float(gradient.flatten()[place]),
+            "ceiling": totals.std * math.sqrt(float(fisher.flatten()[at])),
+            "gradient": float(gradient.flatten()[at]),
             "tightness": None if math.isnan(rho) else rho,
         }
         totals.offer("entry", value, entry)
@@ -360,15 +360,6 @@ def _only(moments: ScoreMoments, name: str) -> ScoreMoments:
         part: {name: getattr(moments, part)[name]} for part in ("scores", "squares", "reward_scores")
     }
     return dataclasses.replace(moments, **parts)
-
-
-def _place(name: str) -> tuple[int | None, str]:
-    """Layer number and kind of matrix that a parameter's name tells; experts of a layer share their kind."""
-    short = name.removesuffix(".weight")
-    found = re.search(r"(?:^|\.)(\d+)\.(.+)$", short)
-    if found is None:
-        return None, short
-    return int(found[1]), re.sub(r"\.\d+(?=\.|$)", ".*", found[2])
 
 
 def write_derived(moments: ScoreMoments, folder: Path) -> None:

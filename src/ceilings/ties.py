@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
-__all__ = ["find_ties", "head_and_embedding", "says_tied"]
+__all__ = ["find_ties", "head_and_embedding", "is_vocabulary", "says_tied"]
 
 _HEADS: Final = ("lm_head.weight", "embed_out.weight", "output_projection.weight")
 _EMBEDDINGS: Final = (
@@ -60,6 +60,23 @@ def head_and_embedding(names: Iterable[str]) -> tuple[str | None, str | None]:
         return found[0] if len(found) == 1 else None
 
     return only(_HEADS), only(_EMBEDDINGS)
+
+
+def is_vocabulary(name: str) -> bool:
+    """Whether the rows of a tensor are the tokens of a vocabulary.
+
+    Parameters
+    ----------
+    name
+        Its name.
+
+    Returns
+    -------
+    bool
+        True for input embeddings, output heads and the biases of output heads.
+    """
+    endings = (*_HEADS, *_EMBEDDINGS, "lm_head.bias")
+    return any(name == ending or name.endswith(f".{ending}") for ending in endings)
 
 
 def find_ties(
