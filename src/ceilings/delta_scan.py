@@ -253,7 +253,7 @@ class _Counter:
         size = change.abs_()
         sums.absolute += int((size > ABSOLUTE).count_nonzero())
         sums.relative += int((size > RELATIVE * torch.maximum(a.abs(), b.abs())).count_nonzero())
-        square = size.double().square_()
+        square = size.double().square()
         sums.fourth += float(square.dot(square))
         at = size_patterns(size) >> 16
         self.sizes += torch.bincount(at, minlength=BUCKETS)
@@ -294,7 +294,9 @@ def _weight_buckets(weights: Tensor) -> tuple[Tensor, float]:
     if _is_on_grid(weights.dtype):
         return weights.bfloat16().view(torch.int16) & 0x7FFF, 0.0
     pattern = (weights.float().view(torch.int32) >> 16) & 0x7FFF
-    norm = float(torch.linalg.vector_norm(weights, dtype=torch.float64))
-    if not math.isfinite(norm):
-        norm = float(torch.linalg.vector_norm(weights.double().nan_to_num(0.0, 0.0, 0.0)))
-    return pattern, norm * norm
+    wide = weights.double()
+    square = float(wide.dot(wide))
+    if not math.isfinite(square):
+        wide = wide.nan_to_num(0.0, 0.0, 0.0)
+        square = float(wide.dot(wide))
+    return pattern, square
