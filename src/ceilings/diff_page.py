@@ -171,8 +171,8 @@ def _magnitudes(tuned: Mapping[str, Any]) -> str:
         f"{_share(smallest)} of the changes fall on the tenth of the weights of smallest magnitude, where chance gives "
         f"10\u00a0%. {_share(total['could_not_show'] / total['unchanged']) if total['unchanged'] else 'None'} of the "
         f"unchanged weights could not have shown a step of the median size seen, {number(tuned['median_step'], 2)}."
-        if smallest is not None
-        else "Nothing changed."
+        if tuned["median_step"] is not None
+        else "No weight changed by a finite size."
     )
     picture = magnitude_chart(found, "Share of the weights that changed, by their magnitude")
     return (

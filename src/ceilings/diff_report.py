@@ -229,7 +229,7 @@ def _sums(tally: Tally, step: float | None) -> dict[str, Any]:
         "participation_ratio": participation,
         "participation_share": None if participation is None else participation / tally.parameters,
         "unchanged": unchanged,
-        "could_not_show": None if step is None else tally.hidden(step),
+        "could_not_show": 0 if step is None else tally.hidden(step),
     }
 
 

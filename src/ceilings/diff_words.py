@@ -62,6 +62,11 @@ def _sparse(tuned: Mapping[str, Any]) -> str:
     total = tuned["total"]
     shares = total["changed_share"]
     word = "yes" if shares["equality"] < _SPARSE else "no"
+    if tuned["median_step"] is None:
+        return (
+            f"Sparse in {_formats(tuned)}: {word}; {percent(shares['equality'], 3)} of the numbers changed, all of "
+            "them to or from infinity or NaN, so the changes have no size."
+        )
     hidden = total["could_not_show"] / total["unchanged"] if total["unchanged"] else 0.0
     energy = total["energy_share"]["0.01"]
     return (
