@@ -505,6 +505,26 @@ def test_cuts_are_exact_with_ties():
             assert (cut.above, cut.tied) == (int((values > level).sum()), int((values == level).sum()))
 
 
+def test_a_bucket_of_equal_sizes_is_not_read_again(tmp_path, monkeypatch):
+    g = torch.Generator().manual_seed(0)
+    # Whole steps of a 128th, as one power of two of a 16-bit format has them.
+    before = {"w": (1 + torch.randint(64, (40, 50), generator=g) / 128).bfloat16()}
+    after = {"w": (before["w"].float() + torch.randint(60, (40, 50), generator=g) / 128).bfloat16()}
+    base, tuned = save(tmp_path / "base", before), save(tmp_path / "tuned", after)
+    once = diff_of(base, tuned, rank=False)
+    monkeypatch.setattr(CutFinder, "settled", property(lambda _: False, lambda *_: None), raising=False)
+    twice = diff_of(base, tuned, rank=False)
+    assert once.cuts == twice.cuts
+    for share in SHARES:
+        assert_close(once.top_energy[share], twice.top_energy[share], 1e-12)
+    monkeypatch.undo()
+    steps = []
+    compare(
+        base, tuned, match(base, tuned), rank=False, progress=lambda what, done, total: steps.append(what)
+    )
+    assert steps == ["comparing"]
+
+
 def test_overlaps_agree_with_sets(tmp_path):
     before = weights()
     after = [moved(before, 3e-4, seed=k, share=0.4) for k in (1, 2)]

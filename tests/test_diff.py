@@ -336,7 +336,7 @@ def test_progress_is_shown_on_a_terminal(here, capsys, monkeypatch):
     )
     assert diff("base", "tuned1", "tuned2") == 0
     for tuned in ("tuned1", "tuned2"):
-        assert [s[1:] for s in shown if s[0] == f"comparing {tuned}:"] == [(k, 40) for k in range(1, 41)]
+        assert [s[1:] for s in shown if s[0] == f"comparing {tuned}:"] == [(k, 20) for k in range(1, 21)]
     assert shown[-1] == ("overlaps:", 20, 20)
 
 

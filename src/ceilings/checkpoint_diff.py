@@ -1,6 +1,7 @@
 """Two checkpoints, tensor by tensor: how much changed, how far, where, and in how many directions.
 
-One pass counts and sums, a second finds the cuts of the largest changes exactly, a third compares several fine-tunes.
+One pass counts and sums; a second finds the cuts of the largest changes exactly, where the first did not; a third
+compares several fine-tunes.
 Tensors are worked on by several threads, each in small blocks; nothing is concatenated.
 """
 
@@ -39,7 +40,7 @@ __all__ = ["SHARES", "Diff", "Group", "TensorDiff", "compare", "count_overlap", 
 SHARES: Final = (0.001, 0.01, 0.1)
 _INTEGERS: Final = ("BOOL", "U8", "I8", "I16", "U16", "I32", "U32", "I64", "U64")
 
-Progress = Callable[[int, int], None]
+Progress = Callable[[str, int, int], None]
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -175,7 +176,7 @@ def compare(
     rank: bool = True,
     threads: int = 1,
     describe: Callable[[Tally], dict[str, Any]] = lambda tally: {},
-    progress: Progress = lambda done, total: None,
+    progress: Progress = lambda what, done, total: None,
 ) -> Diff:
     """Compare two checkpoints.
 
@@ -194,7 +195,7 @@ def compare(
     describe
         What to keep of the bins of each tensor's tally; they are too large to be kept for all.
     progress
-        Told how many tensors are done, of how many.
+        Told what is being done, how many tensors are done, and of how many.
 
     Returns
     -------
@@ -222,13 +223,12 @@ def compare(
         return _tensor(base, tuned, pair, compared[pair.name], rank)
 
     found: dict[str, tuple[TensorDiff, dict[str, Any]]] = {}
-    steps = 2 * len(floats)
     # The largest first: no thread is left alone with one at the end.
     order = sorted(floats, key=lambda pair: (-pair.parameters, pair.name))
     for done, tensor in enumerate(_threaded(work, order, threads)):
         _sum_up(diff, tensor)
         found[tensor.pair.name] = _light(tensor), describe(tensor.tally)
-        progress(done + 1, steps)
+        progress("comparing", done + 1, len(order))
     for pair in floats:
         tensor, entry = found[pair.name]
         diff.tensors.append(tensor)
@@ -239,10 +239,12 @@ def compare(
     def count(pair: Pair) -> list[CutFinder]:
         return _count_sizes(base, tuned, pair, compared[pair.name][2], finders)
 
-    for done, counted in enumerate(_threaded(count, order, threads)):
+    # NOTE changes of 16-bit numbers tie in masses; the cut then lies among equal ones and nothing is read again.
+    again = [] if all(finder.settled for finder in finders) else order
+    for done, counted in enumerate(_threaded(count, again, threads)):
         for finder, more in zip(finders, counted, strict=True):
             finder += more
-        progress(len(floats) + done + 1, steps)
+        progress("ordering", done + 1, len(order))
     _take_cuts(diff, finders)
     return diff
 
@@ -253,7 +255,7 @@ def count_overlap(
     diffs: Sequence[Diff],
     *,
     threads: int = 1,
-    progress: Progress = lambda done, total: None,
+    progress: Progress = lambda what, done, total: None,
 ) -> dict[tuple[int, int], OverlapCounts]:
     """Count what several fine-tunes of one base have in common.
 
@@ -268,7 +270,7 @@ def count_overlap(
     threads
         Tensors to work on at once.
     progress
-        Told how many tensors are done, of how many.
+        Told what is being done, how many tensors are done, and of how many.
 
     Returns
     -------
@@ -287,7 +289,7 @@ def count_overlap(
     for done, counted in enumerate(_threaded(work, names, threads)):
         for which, counts in counted.items():
             totals[which] += counts
-        progress(done + 1, len(names))
+        progress("overlaps", done + 1, len(names))
     for (i, j), counts in totals.items():
         for axis, cut in ((1, cuts[i]), (0, cuts[j])):
             inside = counts.sides.sum(axis)
@@ -364,7 +366,8 @@ def _finders(total: Tally) -> list[CutFinder]:
     """One finder for each set of the largest changes."""
     counts = total.sizes.dense().clone()
     counts[0] += total.parameters - int(counts.sum())
-    return [CutFinder(counts, max(1, round(share * total.parameters))) for share in SHARES]
+    mixed = total.mixed.dense()
+    return [CutFinder(counts, max(1, round(share * total.parameters)), mixed) for share in SHARES]
 
 
 def _count_sizes(

@@ -215,7 +215,9 @@ class _Counter:
         # Formats of 8 bits are exact in bfloat16, where a bucket is one number.
         self.dtype = dtype
         self.sums = Tally()
-        self.sizes, self.weights, self.changed = (torch.zeros(BUCKETS, dtype=torch.int64) for _ in range(3))
+        self.sizes, self.mixed, self.weights, self.changed = (
+            torch.zeros(BUCKETS, dtype=torch.int64) for _ in range(4)
+        )
         self.energy, self.by_weight = (torch.zeros(BUCKETS, dtype=torch.float64) for _ in range(2))
 
     def add(self, base: Tensor, tuned: Tensor) -> None:
@@ -255,7 +257,11 @@ class _Counter:
         sums.relative += int((size > RELATIVE * torch.maximum(a.abs(), b.abs())).count_nonzero())
         square = size.double().square()
         sums.fourth += float(square.dot(square))
-        at = size_patterns(size) >> 16
+        patterns = size_patterns(size)
+        at = patterns >> 16
+        lower = patterns & 0xFFFF
+        if bool(lower.any()):
+            self.mixed += torch.bincount(at[lower != 0], minlength=BUCKETS)
         self.sizes += torch.bincount(at, minlength=BUCKETS)
         self.energy += torch.bincount(at, weights=square, minlength=BUCKETS)
         self.by_weight += torch.bincount(buckets, weights=square, minlength=BUCKETS)
@@ -268,6 +274,7 @@ class _Counter:
             values = bucket_values().nan_to_num(posinf=0.0)
             sums.base_square = float(self.weights.double() @ values.square())
         sums.sizes, sums.size_energy = Bins.trimmed(self.sizes), Bins.trimmed(self.energy)
+        sums.mixed = Bins.trimmed(self.mixed)
         sums.weights, sums.changed_weights = Bins.trimmed(self.weights), Bins.trimmed(self.changed)
         sums.weight_energy = Bins.trimmed(self.by_weight)
         sums.gaps = self._gaps()
@@ -275,13 +282,11 @@ class _Counter:
 
     def _gaps(self) -> dict[int, int]:
         """Unchanged entries by the least step that they could have shown."""
-        unchanged = self.weights - self.changed
-        used = unchanged.nonzero().flatten()
-        exponents = half_gap_exponents(self.dtype)[used]
-        found = {}
-        for exponent in exponents.unique().tolist():
-            found[exponent] = int(unchanged[used[exponents == exponent]].sum())
-        return found
+        exponents = half_gap_exponents(self.dtype)
+        least = int(exponents.min())
+        counts = torch.zeros(int(exponents.max()) - least + 1, dtype=torch.int64)
+        counts.index_add_(0, exponents - least, self.weights - self.changed)
+        return {least + k: int(counts[k]) for k in np.flatnonzero(counts.numpy()).tolist()}
 
 
 def _is_on_grid(dtype: torch.dtype) -> bool:

@@ -132,7 +132,7 @@ def report(options: DiffOptions, console: Console) -> dict[str, Any]:
             rank=options.rank,
             threads=threads,
             describe=bins_entry,
-            progress=functools.partial(console.progress, f"comparing {path}:"),
+            progress=functools.partial(_progress, console, path),
         )
         diffs.append(found)
         entry = describe_side(side, path) | describe_tuned(found, matching, base, side)
@@ -168,12 +168,17 @@ def _overlaps(
         sides,
         diffs,
         threads=options.threads or default_threads(),
-        progress=functools.partial(console.progress, "overlaps:"),
+        progress=functools.partial(_progress, console, ""),
     )
     return [
         describe_overlap([options.tuned[k] for k in which], found, [diffs[k] for k in which])
         for which, found in counts.items()
     ]
+
+
+def _progress(console: Console, path: str, what: str, done: int, total: int) -> None:
+    """Show how far one step on one fine-tune is."""
+    console.progress(f"{what} {path}".rstrip() + ":", done, total)
 
 
 def _refuse_packed(side: Checkpoint | Adapter, word: str) -> None:

@@ -47,15 +47,21 @@ class CutFinder:
         Number of entries by the upper half of the pattern of their size, entries without a change among the zeros.
     size
         Entries that the set shall have.
+    mixed
+        How many of them have a lower half that is not zero; None if that is not known.
     """
 
-    def __init__(self, counts: Tensor, size: int) -> None:
+    def __init__(self, counts: Tensor, size: int, mixed: Tensor | None = None) -> None:
         held = counts.flip(0).cumsum(0)
         at = int(torch.searchsorted(held, size))
         self.size = size
         self.bucket = len(counts) - 1 - at
         self.above = int(held[at] - counts[self.bucket])
         self._lower = torch.zeros(2**16, dtype=torch.int64)
+        #: Whether nothing has to be counted any more: all entries of the bucket are of one size.
+        self.settled = mixed is not None and not int(mixed[self.bucket])
+        if self.settled:
+            self._lower[0] = counts[self.bucket]
 
     def add(self, patterns: Tensor) -> None:
         """Count more entries.
@@ -65,6 +71,8 @@ class CutFinder:
         patterns
             Patterns of their sizes, int32.
         """
+        if self.settled:
+            return
         inside = patterns[patterns >> 16 == self.bucket] & 0xFFFF
         if len(inside):
             self._lower += torch.bincount(inside, minlength=2**16)
@@ -77,7 +85,7 @@ class CutFinder:
         count
             How many.
         """
-        if self.bucket == 0:
+        if self.bucket == 0 and not self.settled:
             self._lower[0] += count
 
     def empty(self) -> CutFinder:
@@ -93,7 +101,8 @@ class CutFinder:
         return other
 
     def __iadd__(self, other: CutFinder) -> CutFinder:
-        self._lower += other._lower
+        if not self.settled:
+            self._lower += other._lower
         return self
 
     def energy_inside(self) -> float:

@@ -6,10 +6,12 @@ thousand buckets, from which order statistics and shares of the sum follow, with
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, field
 from typing import Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,6 +32,7 @@ GRIDS: Final = {
 }
 
 
+@functools.cache
 def bucket_values(edge: int = 0) -> Tensor:
     """Magnitudes at which the buckets begin.
 
@@ -51,6 +54,7 @@ def bucket_values(edge: int = 0) -> Tensor:
     return pattern.view(torch.float32).double()
 
 
+@functools.cache
 def half_gap_exponents(dtype: str) -> Tensor:
     """Size of the least step that a weight of each bucket can show, as a power of two.
 
@@ -113,24 +117,26 @@ class Bins:
         Bins
             Without the zeros at both ends.
         """
-        used = dense.nonzero()
+        used = np.flatnonzero((dense != 0).numpy())
         if not len(used):
             return cls(0, dense[:0].clone())
         first, last = int(used[0]), int(used[-1])
         return cls(first, dense[first : last + 1].clone())
 
     def __iadd__(self, other: Bins) -> Bins:
-        if not len(other.values):
+        count = other.values.numel()
+        if not count:
             return self
-        if not len(self.values):
+        if not self.values.numel():
             self.start, self.values = other.start, other.values.clone()
             return self
         start = min(self.start, other.start)
-        end = max(b.start + len(b.values) for b in (self, other))
-        wide = torch.zeros(end - start, dtype=self.values.dtype)
-        for b in (self, other):
-            wide[b.start - start : b.start - start + len(b.values)] += b.values
-        self.start, self.values = start, wide
+        end = max(self.start + self.values.numel(), other.start + count)
+        if end - start > self.values.numel():
+            wide = torch.zeros(end - start, dtype=self.values.dtype)
+            wide[self.start - start : self.start - start + self.values.numel()] = self.values
+            self.start, self.values = start, wide
+        self.values[other.start - start : other.start - start + count] += other.values
         return self
 
     def dense(self) -> Tensor:
@@ -168,6 +174,9 @@ class Tally:
         Sum of the squared weights of the base, of the squared changes, and of their fourth powers.
     sizes, size_energy
         Number of changed entries and their squared change, by size of the change.
+    mixed
+        Number of changed entries whose size is not the least of its bucket: where there are none, all sizes of the
+        bucket are equal.
     weights, changed_weights, weight_energy
         Number of entries, of changed entries, and their squared change, by magnitude of the weight.
     gaps
@@ -186,6 +195,7 @@ class Tally:
     fourth: float = 0.0
     sizes: Bins = field(default_factory=Bins)
     size_energy: Bins = field(default_factory=Bins)
+    mixed: Bins = field(default_factory=Bins)
     weights: Bins = field(default_factory=Bins)
     changed_weights: Bins = field(default_factory=Bins)
     weight_energy: Bins = field(default_factory=Bins)
@@ -194,7 +204,7 @@ class Tally:
     def __iadd__(self, other: Tally) -> Tally:
         for name in (
             "parameters equality absolute relative bits_only non_finite base_square square fourth sizes size_energy "
-            "weights changed_weights weight_energy"
+            "mixed weights changed_weights weight_energy"
         ).split():
             total = getattr(self, name)
             total += getattr(other, name)
