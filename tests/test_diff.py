@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -345,3 +346,13 @@ def test_in_a_pipe_there_is_a_table_and_nothing_on_stderr(here):
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stderr == "" and "\r" not in done.stdout and "\x1b" not in done.stdout
     assert "Sparse in BF16" in done.stdout
+
+
+def test_the_benchmark_holds_both_sides_to_the_same_digits(here):
+    """On a small pair: it refuses to print a ratio of two programs that say different things."""
+    script = Path(__file__).parent.parent / "benchmarks" / "checkpoint_diff.py"
+    command = [sys.executable, str(script), "--pair", "base", "tuned1", "--rounds", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    base, child = (load_file(here / name / "model.safetensors") for name in ("base", "tuned1"))
+    zeros = sum(int((base[n] == child[n]).sum()) for n in base) / 4240
+    assert f"{100 * zeros:.2f} % zeros" in done.stdout and "tied at the cut" in done.stdout

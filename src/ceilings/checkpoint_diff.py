@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
@@ -432,12 +433,18 @@ def _count_pair(pair: OverlapCounts, first: tuple[Tensor, Tensor], second: tuple
 
 
 def _threaded(work: Callable[[Item], Result], items: Iterable[Item], threads: int) -> Iterator[Result]:
-    """Results in the order of the items, so that sums do not depend on which thread was faster."""
+    """Results in the order of the items, so that sums do not depend on which thread was faster; few wait at a time."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # each thread is one core's work
     pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
+    waiting: deque[Future[Result]] = deque()
     try:
-        yield from pool.map(work, items)
+        for item in items:
+            waiting.append(pool.submit(work, item))
+            if len(waiting) > 2 * threads:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
     finally:
         pool.shutdown(cancel_futures=True)
         torch.set_num_threads(before)

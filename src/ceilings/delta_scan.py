@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator
 from typing import Final
 
@@ -32,6 +33,7 @@ ABSOLUTE: Final = 1e-5
 #: Least difference over the larger magnitude that counts as a change by the relative rule.
 RELATIVE: Final = 1e-3
 _BLOCK: Final = 2**19
+_SCRATCH: Final = threading.local()
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -227,7 +229,8 @@ class _Counter:
         sums.parameters += len(base)
         sums.base_square += square
         self.weights += torch.bincount(buckets, minlength=BUCKETS)
-        at = positions(differs(base, tuned))
+        integers = base.view(_INTEGERS[base.dtype.itemsize]), tuned.view(_INTEGERS[base.dtype.itemsize])
+        at = positions(torch.ne(*integers, out=_scratch(torch.bool, len(base))))
         if not len(at):
             return
         if len(at) < len(base):
@@ -289,6 +292,16 @@ class _Counter:
         return {least + k: int(counts[k]) for k in np.flatnonzero(counts.numpy()).tolist()}
 
 
+def _scratch(dtype: torch.dtype, count: int) -> Tensor:
+    """Memory of this thread to be written over by every block: fresh pages cost as much as the work on them."""
+    kept: dict[torch.dtype, Tensor] | None = getattr(_SCRATCH, "kept", None)
+    if kept is None:
+        kept = _SCRATCH.kept = {}
+    if dtype not in kept or kept[dtype].numel() < count:
+        kept[dtype] = torch.empty(max(count, _BLOCK), dtype=dtype)
+    return kept[dtype][:count]
+
+
 def _is_on_grid(dtype: torch.dtype) -> bool:
     """Whether every number of a format is one of bfloat16, so that a bucket holds one number."""
     return dtype == torch.bfloat16 or dtype.itemsize == 1
@@ -297,7 +310,8 @@ def _is_on_grid(dtype: torch.dtype) -> bool:
 def _weight_buckets(weights: Tensor) -> tuple[Tensor, float]:
     """Bucket of every weight, and the sum of squares where the buckets do not give it."""
     if _is_on_grid(weights.dtype):
-        return weights.bfloat16().view(torch.int16) & 0x7FFF, 0.0
+        codes = weights.bfloat16().view(torch.int16)
+        return torch.bitwise_and(codes, 0x7FFF, out=_scratch(torch.int16, len(codes))), 0.0
     pattern = (weights.float().view(torch.int32) >> 16) & 0x7FFF
     wide = weights.double()
     square = float(wide.dot(wide))

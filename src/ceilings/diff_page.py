@@ -264,7 +264,7 @@ def _provenance(report: Mapping[str, Any]) -> str:
     made = ", ".join(f"{k} {v}" for k, v in report["versions"].items())
     return (
         f'<section class="small"><h2>How it was made</h2>{bullets(said)}'
-        f'<p class="soft">{report["wall_seconds"]:g} seconds. {html.escape(made)}</p></section>'
+        f'<p class="soft">{report["wall_seconds"]:.1f} seconds. {html.escape(made)}</p></section>'
     )
 
 
