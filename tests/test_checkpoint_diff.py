@@ -442,6 +442,18 @@ def test_singular_energies_agree_with_the_singular_values(monkeypatch, exact):
     assert spectrum(lambda rows, columns: torch.zeros(200, 150)[rows, columns], 200, 150) is None
 
 
+def test_the_default_number_format_of_the_session_does_not_matter(tmp_path, monkeypatch):
+    monkeypatch.setattr("ceilings.spectrum._EXACT", 0)
+    before = weights()
+    pair = save(tmp_path / "base", before), save(tmp_path / "tuned", moved(before, 1e-3))
+    plain = report_of(*pair)
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert report_of(*pair) == plain
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_random_changes_have_the_stable_rank_that_is_named_beside():
     g = torch.Generator().manual_seed(0)
     for shape in ((400, 300), (600, 100)):

@@ -211,16 +211,15 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 class _Counter:
-    """Sums over blocks, one number for every bucket."""
+    """Sums over blocks, one number for every bucket; one at a time in each thread."""
 
     def __init__(self, dtype: str) -> None:
         # Formats of 8 bits are exact in bfloat16, where a bucket is one number.
         self.dtype = dtype
         self.sums = Tally()
-        self.sizes, self.mixed, self.weights, self.changed = (
-            torch.zeros(BUCKETS, dtype=torch.int64) for _ in range(4)
-        )
-        self.energy, self.by_weight = (torch.zeros(BUCKETS, dtype=torch.float64) for _ in range(2))
+        whole = _scratch(torch.int64, 4 * BUCKETS).view(4, BUCKETS).zero_()
+        self.sizes, self.mixed, self.weights, self.changed = whole
+        self.energy, self.by_weight = _scratch(torch.float64, 2 * BUCKETS).view(2, BUCKETS).zero_()
 
     def add(self, base: Tensor, tuned: Tensor) -> None:
         """Count over one block."""
@@ -228,7 +227,7 @@ class _Counter:
         buckets, square = _weight_buckets(base)
         sums.parameters += len(base)
         sums.base_square += square
-        self.weights += torch.bincount(buckets, minlength=BUCKETS)
+        _count(self.weights, buckets)
         integers = base.view(_INTEGERS[base.dtype.itemsize]), tuned.view(_INTEGERS[base.dtype.itemsize])
         at = positions(torch.ne(*integers, out=_scratch(torch.bool, len(base))))
         if not len(at):
@@ -247,7 +246,7 @@ class _Counter:
             sums.bits_only += alike
             a, b, buckets = a[~same], b[~same], buckets[~same]
         sums.equality += len(a)
-        self.changed += torch.bincount(buckets, minlength=BUCKETS)
+        _count(self.changed, buckets)
         change = b - a
         if not bool(torch.isfinite(change).all()):
             sized = change.isfinite()
@@ -264,10 +263,10 @@ class _Counter:
         at = patterns >> 16
         lower = patterns & 0xFFFF
         if bool(lower.any()):
-            self.mixed += torch.bincount(at[lower != 0], minlength=BUCKETS)
-        self.sizes += torch.bincount(at, minlength=BUCKETS)
-        self.energy += torch.bincount(at, weights=square, minlength=BUCKETS)
-        self.by_weight += torch.bincount(buckets, weights=square, minlength=BUCKETS)
+            _count(self.mixed, at[lower != 0])
+        _count(self.sizes, at)
+        _count(self.energy, at, square)
+        _count(self.by_weight, buckets, square)
 
     def tally(self) -> Tally:
         """What was counted."""
@@ -298,8 +297,14 @@ def _scratch(dtype: torch.dtype, count: int) -> Tensor:
     if kept is None:
         kept = _SCRATCH.kept = {}
     if dtype not in kept or kept[dtype].numel() < count:
-        kept[dtype] = torch.empty(max(count, _BLOCK), dtype=dtype)
+        kept[dtype] = torch.empty(count, dtype=dtype)
     return kept[dtype][:count]
+
+
+def _count(sums: Tensor, buckets: Tensor, weights: Tensor | None = None) -> None:
+    """Add the number, or the weights, of the entries of each bucket."""
+    found = torch.bincount(buckets, weights)
+    sums[: len(found)] += found
 
 
 def _is_on_grid(dtype: torch.dtype) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import functools
 import os
 import time
@@ -25,7 +23,6 @@ from ceilings.report import package_versions, write_json
 __all__ = ["Console", "DiffOptions", "diff", "report"]
 
 _FORMATS: Final = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-_MMAP_THRESHOLD: Final = -3  # of malloc.h
 _BUILT_IN: Final = "smollm2"
 
 
@@ -113,7 +110,6 @@ def report(options: DiffOptions, console: Console) -> dict[str, Any]:
         If there is none.
     """
     started = time.monotonic()
-    _hand_back_freed_memory()
     base = open_checkpoint(built_in_model_path() if options.base == _BUILT_IN else options.base)
     _refuse_packed(base, "BASE")
     sides: list[Checkpoint | Adapter] = []
@@ -178,14 +174,6 @@ def _overlaps(
         describe_overlap([options.tuned[k] for k in which], found, [diffs[k] for k in which])
         for which, found in counts.items()
     ]
-
-
-def _hand_back_freed_memory() -> None:
-    """Have freed blocks go back to the system at once, where the C library can be told so."""
-    # NOTE PyTorch asks for aligned blocks; glibc keeps freed ones in pieces that no later one fits, 300 MB of them on
-    # a model of 135 million parameters.
-    with contextlib.suppress(OSError, AttributeError, TypeError):
-        ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 2**18 - 2**12)
 
 
 def _progress(console: Console, path: str, what: str, done: int, total: int) -> None:

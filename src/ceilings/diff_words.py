@@ -72,7 +72,7 @@ def _sparse(tuned: Mapping[str, Any]) -> str:
     return (
         f"Sparse in {_formats(tuned)}: {word}; {percent(shares['equality'], 3)} of the numbers changed "
         f"({percent(shares['absolute'], 3)} by more than 1e-5, {percent(shares['relative'], 3)} by more than a "
-        f"thousandth of themselves) and the top 1\u00a0% of them hold "
+        f"thousandth of themselves) and the top 1\u00a0% of the entries hold "
         f"{percent(sum(energy) / 2, 3) if energy else 'none'} of the squared change, but {percent(hidden, 3)} of the "
         f"unchanged could not have shown a step of the median size seen ({number(tuned['median_step'], 2)}), so the "
         "count is one of this number format and tolerance."
@@ -137,6 +137,11 @@ def caveats(base: Mapping[str, Any], tuned: Mapping[str, Any]) -> list[str]:
         sentences.append(
             f"{total['non_finite']:,} numbers changed to, from or between infinity and NaN; they count as changed by "
             "every rule and are left out of all sizes."
+        )
+    if total["could_not_show"]:
+        sentences.append(
+            "That unchanged weights could not have shown a step supposes that training began at the stored numbers of "
+            "BASE; a hidden copy that began between two of them can show a smaller one."
         )
     return [*sentences, *base["notes"], *tuned["notes"], *matching["notes"]]
 

@@ -134,7 +134,7 @@ def _exact(piece: Piece, rows: int, columns: int) -> Spectrum | None:
 def _iterated(piece: Piece, rows: int, columns: int) -> Spectrum | None:
     """Leading singular values by subspace iteration."""
     width = min(max(DIRECTIONS) + _OVERSAMPLING, rows, columns)
-    side = torch.randn(columns, width, generator=torch.Generator().manual_seed(0))
+    side = torch.randn(columns, width, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
     sums: dict[int, list[float]] = {k: [] for k in DIRECTIONS}
     energy = 0.0
     for _ in range(_ITERATIONS):
@@ -154,7 +154,7 @@ def _iterated(piece: Piece, rows: int, columns: int) -> Spectrum | None:
 
 def _through(piece: Piece, rows: int, side: Tensor) -> tuple[float, Tensor]:
     """Squared norm of the matrix, and its product with some directions."""
-    images = torch.empty(rows, side.shape[1])
+    images = torch.empty(rows, side.shape[1], dtype=torch.float32)
     energy, step = 0.0, max(1, _BLOCK // side.shape[0])
     for start in range(0, rows, step):
         block = piece(slice(start, start + step), slice(None)).float()
@@ -165,7 +165,7 @@ def _through(piece: Piece, rows: int, side: Tensor) -> tuple[float, Tensor]:
 
 def _back(piece: Piece, left: Tensor, columns: int) -> Tensor:
     """Product of the transposed matrix with some directions."""
-    found = torch.zeros(columns, left.shape[1])
+    found = torch.zeros(columns, left.shape[1], dtype=torch.float32)
     step = max(1, _BLOCK // columns)
     for start in range(0, left.shape[0], step):
         part = slice(start, start + step)

@@ -249,7 +249,8 @@ class Tally:
         if not self.square:
             return None
         wanted = max(1, round(share * self.parameters))
-        counts, energy = (b.dense().flip(0) for b in (self.sizes, self.size_energy))
+        start, counts, energy = _together(self.sizes, self.size_energy)
+        counts, energy = counts.flip(0), energy.flip(0)
         held = counts.cumsum(0)
         at = int(torch.searchsorted(held, wanted, right=False))
         total = float(energy.sum())
@@ -257,7 +258,7 @@ class Tally:
             return 1.0, 1.0
         before = float(energy[:at].sum())
         inside = wanted - (int(held[at - 1]) if at else 0)
-        low, high = _part_of_bucket(len(held) - 1 - at, inside, int(counts[at]), float(energy[at]))
+        low, high = _part_of_bucket(start + len(held) - 1 - at, inside, int(counts[at]), float(energy[at]))
         return (before + low) / total, min(1.0, (before + high) / total)
 
     def smallest_decile(self) -> float | None:
@@ -271,7 +272,8 @@ class Tally:
         """
         if not self.equality:
             return None
-        counts, changed = self.weights.dense().double(), self.changed_weights.dense().double()
+        _, counts, changed = _together(self.weights, self.changed_weights)
+        counts, changed = counts.double(), changed.double()
         held = counts.cumsum(0)
         wanted = 0.1 * self.parameters
         at = int(torch.searchsorted(held, wanted))
@@ -307,6 +309,18 @@ class Tally:
             How many have a least visible step above this one.
         """
         return sum(count for exponent, count in self.gaps.items() if step < math.ldexp(1.0, exponent))
+
+
+def _together(first: Bins, second: Bins) -> tuple[int, Tensor, Tensor]:
+    """Two bins over the range of both: where it begins, and their numbers."""
+    start = min(first.start, second.start)
+    end = max(b.start + b.values.numel() for b in (first, second))
+    found = []
+    for b in (first, second):
+        wide = torch.zeros(end - start, dtype=b.values.dtype)
+        wide[b.start - start : b.start - start + b.values.numel()] = b.values
+        found.append(wide)
+    return start, found[0], found[1]
 
 
 def _part_of_bucket(bucket: int, wanted: int, count: int, energy: float) -> tuple[float, float]:
