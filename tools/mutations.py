@@ -561,4 +561,35 @@ BOOK = [
     ),
 ]
 
-FAULTS = [*LIBRARY, *CHAPTERS, *CLAIMS, *RECORDS, *BOOK]
+CHECKPOINTS = [
+    fault(
+        "the sizes of changes squared in place before they are counted",
+        "src/ceilings/delta_scan.py",
+        "square = size.double().square()",
+        "square = size.double().square_()",
+        "tests/test_checkpoint_diff.py -k agrees_with_dense",
+    ),
+    fault(
+        "a tied head counted twice",
+        "src/ceilings/ties.py",
+        "    if same(head, embedding):",
+        "    if False:",
+        "tests/test_checkpoint_diff.py -k tied_heads",
+    ),
+    fault(
+        "a change of format counted as a change",
+        "src/ceilings/delta_scan.py",
+        "return min(first, second, key",
+        "return max(first, second, key",
+        "tests/test_checkpoint_diff.py -k mere_change_of_format",
+    ),
+    fault(
+        "ties at the cut of a top set broken silently",
+        "src/ceilings/overlaps.py",
+        "max(0, sum(shared) - at_at), most",
+        "sum(shared), most",
+        "tests/test_checkpoint_diff.py -k interval",
+    ),
+]
+
+FAULTS = [*LIBRARY, *CHECKPOINTS, *CHAPTERS, *CLAIMS, *RECORDS, *BOOK]

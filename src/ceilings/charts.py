@@ -16,6 +16,7 @@ __all__ = [
     "distribution_chart",
     "heat_map",
     "layer_chart",
+    "magnitude_chart",
     "number",
     "percent",
     "signed",
@@ -251,12 +252,12 @@ def layer_chart(
 
 
 def concentration_chart(shares: Mapping[float, float], label: str) -> str:
-    """Share of the Fisher information in the top share of the parameters.
+    """Share of a sum over the parameters in the top share of them.
 
     Parameters
     ----------
     shares
-        Share of the information by share of the parameters, both in (0, 1].
+        Share of the sum by share of the parameters, both in (0, 1].
     label
         Description for who cannot see it.
 
@@ -281,6 +282,38 @@ def concentration_chart(shares: Mapping[float, float], label: str) -> str:
     for (a, b), (share, value) in zip(points, sorted(shares.items()), strict=True):
         title = f"<title>top {percent(share)} of the parameters: {percent(value, 3)}</title>"
         parts.append(f'<circle class="series dot" cx="{a:.1f}" cy="{b:.1f}" r="4">{title}</circle>')
+    return _svg(_WIDTH, _HEIGHT, label, "".join(parts))
+
+
+def magnitude_chart(rows: Sequence[tuple[int, float, float]], label: str) -> str:
+    """Share of the weights that changed, and share of the weights there are, by their magnitude.
+
+    Parameters
+    ----------
+    rows
+        For each power of two: its exponent, the share of these weights that changed, and their share of all weights.
+    label
+        Description for who cannot see it.
+
+    Returns
+    -------
+    str
+        SVG; both curves go from 0 to 1.
+    """
+    low, high = rows[0][0], rows[-1][0] + 1
+    x, y = _axis(low, high, _LEFT, _WIDTH - _RIGHT), _axis(0, 1, _HEIGHT - _BOTTOM, _TOP)
+    step = max(1, -(-(high - low) // 6))
+    ticks = {float(k): f"2{str(k).translate(_SUPERSCRIPT)}" for k in range(low, high + 1, step)}
+    parts = [_frame(), _x_ticks(ticks, x, "magnitude of the weight before")]
+    parts.append(_y_ticks({k / 4: percent(k / 4) for k in range(5)}, y))
+    for kind, column in (("null", 2), ("series", 1)):
+        points = [(edge, row[column]) for row in rows for edge in (row[0], row[0] + 1)]
+        drawn = " ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in points)
+        parts.append(f'<polyline class="{kind} line" points="{drawn}"/>')
+    for exponent, changed, there in rows:
+        at = f'x="{x(exponent):.1f}" y="{_TOP}" width="{x(exponent + 1) - x(exponent):.1f}" height="{y(0) - _TOP:.1f}"'
+        said = f"2{str(exponent).translate(_SUPERSCRIPT)}: {percent(changed, 3)} changed, {percent(there, 3)} of all"
+        parts.append(f'<rect {at} fill="transparent"><title>{said}</title></rect>')
     return _svg(_WIDTH, _HEIGHT, label, "".join(parts))
 
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from ceilings.console import OK, STOPPED, Parser, Terminal, fail
+from ceilings.diff_options import add_diff
 from ceilings.measure_options import add_measure
 
 __all__ = ["main"]
@@ -49,4 +50,5 @@ def _parser() -> Parser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     add_measure(commands)
+    add_diff(commands)
     return parser

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from importlib.resources import files
-from typing import Any, Final
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from ceilings.charts import (
     concentration_chart,
@@ -18,10 +17,9 @@ from ceilings.charts import (
     signed,
 )
 from ceilings.evidence import critical_value
+from ceilings.page_parts import bullets, document, short, table, tiles
 
 __all__ = ["page"]
-
-_STYLE: Final = files("ceilings").joinpath("report.css").read_text(encoding="utf-8")
 
 
 def page(report: Mapping[str, Any]) -> str:
@@ -40,23 +38,16 @@ def page(report: Mapping[str, Any]) -> str:
     parts = [
         _head(report),
         _tiles(report),
-        f"<section><h2>What this says</h2>{_list(report['conclusions'])}</section>",
+        f"<section><h2>What this says</h2>{bullets(report['conclusions'])}</section>",
         f'<div class="pair">{_ceiling_map(report)}{_tightness_map(report)}</div>',
         f'<div class="pair">{_layers(report)}{_distribution(report)}</div>',
         f'<div class="pair">{_concentration(report)}{_rewards(report)}</div>',
         f'<div class="pair">{_rows(report)}{_parameters(report)}</div>',
-        f"<section><h2>What this does not say</h2>{_list(report['caveats'])}</section>",
+        f"<section><h2>What this does not say</h2>{bullets(report['caveats'])}</section>",
         _every_tensor(report),
         _provenance(report),
     ]
-    title = html.escape(f"Reward ceilings of {report['config']['model']}")
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{title}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n"
-        + "\n".join(part for part in parts if part)
-        + "\n</main>\n</body>\n</html>\n"
-    )
+    return document(f"Reward ceilings of {report['config']['model']}", parts)
 
 
 def _head(report: Mapping[str, Any]) -> str:
@@ -94,7 +85,7 @@ def _tiles(report: Mapping[str, Any]) -> str:
         "cross-fitted": "one half tries the other",
     }
     shown_error = "" if error is None else f" ± {number(error, 2)}"
-    tiles = [
+    shown = [
         (f"{report['model']['parameters']:,}", "parameters, tied ones once"),
         (f"{number(reward['mean'])} ± {number(reward['std'])}", "mean reward ± its standard deviation"),
         (
@@ -103,8 +94,7 @@ def _tiles(report: Mapping[str, Any]) -> str:
         ),
         (f"{signed(tightness['mean'])}{shown_error}", f"mean tightness ({beside[tightness['estimate']]})"),
     ]
-    shown = "".join(f'<div class="tile"><b>{value}</b><span>{what}</span></div>' for value, what in tiles)
-    return f'<div class="tiles">{shown}</div>'
+    return tiles(shown)
 
 
 def _cells(report: Mapping[str, Any], value: str, power: int) -> dict[tuple[str, str], float]:
@@ -114,7 +104,7 @@ def _cells(report: Mapping[str, Any], value: str, power: int) -> dict[tuple[str,
     for tensor in report["tensors"]:
         if tensor["layer"] is None or tensor[value] is None:
             continue
-        place = (str(tensor["layer"]), _short(tensor["matrix"]))
+        place = (str(tensor["layer"]), short(tensor["matrix"]))
         weight = tensor["parameters"] - (tensor["tightness_undefined"] if value != "ceiling_rms" else 0)
         sums[place] = sums.get(place, 0.0) + weight * tensor[value] ** power
         counts[place] = counts.get(place, 0) + weight
@@ -163,7 +153,7 @@ def _outside(report: Mapping[str, Any], value: str) -> str:
         return ""
     return (
         "Outside the layers: "
-        + ", ".join(f"{html.escape(_short(t['matrix']))} {signed(t[value])}" for t in found[:4])
+        + ", ".join(f"{html.escape(short(t['matrix']))} {signed(t[value])}" for t in found[:4])
         + "."
     )
 
@@ -247,11 +237,11 @@ def _rewards(report: Mapping[str, Any]) -> str:
             (html.escape(r["name"]), number(r["mean"]), number(r["std"]), number(r["gradient_norm"]))
             for r in report["rewards"]
         ]
-        table = _table(("option", "probability", "σ(R)", "norm of the gradient"), rows)
+        shown = table(("option", "probability", "σ(R)", "norm of the gradient"), rows)
         return (
             "<section><h2>The options compared</h2>"
             '<p class="soft small">Each option is a reward of 1 for its token and 0 for all others. Pictures and '
-            f"files are of the first.</p>{table}</section>"
+            f"files are of the first.</p>{shown}</section>"
         )
     cells = []
     for reward in report["rewards"]:
@@ -270,7 +260,7 @@ def _rewards(report: Mapping[str, Any]) -> str:
     return (
         f"<section><h2>{'The rewards' if many else 'The reward'} in numbers</h2>"
         f'<p class="soft small">Norm of the gradient and mean tightness from one half tried on the other.{many}</p>'
-        f"{_table(('reward', 'mean', 'σ(R)', 'gradient', 'tightness'), cells)}</section>"
+        f"{table(('reward', 'mean', 'σ(R)', 'gradient', 'tightness'), cells)}</section>"
     )
 
 
@@ -289,7 +279,7 @@ def _rows(report: Mapping[str, Any]) -> str:
     return (
         "<section><h2>Neurons with the most room</h2>"
         '<p class="soft small">Rows of matrices; in an embedding, tokens. The norm of a row’s gradient is at most its '
-        f"ceiling{_cross_fitted(report)}.</p>{_table(('row', 'ceiling', 'in use', 'room'), rows)}</section>"
+        f"ceiling{_cross_fitted(report)}.</p>{table(('row', 'ceiling', 'in use', 'room'), rows)}</section>"
     )
 
 
@@ -305,7 +295,7 @@ def _parameters(report: Mapping[str, Any]) -> str:
         "<section><h2>Parameters with the most room</h2>"
         f'<p class="soft small">Room is the ceiling less the size of the gradient{_cross_fitted(report)}; that of one '
         "parameter is mostly noise unless it is exact.</p>"
-        f"{_table(('parameter', 'ceiling', 'tightness', 'room'), rows)}</section>"
+        f"{table(('parameter', 'ceiling', 'tightness', 'room'), rows)}</section>"
     )
 
 
@@ -330,7 +320,7 @@ def _every_tensor(report: Mapping[str, Any]) -> str:
         for t in report["tensors"]
     ]
     heads = ("tensor", "shape", "ceiling (rms)", "gradient norm", "tightness", "± error", "permuted")
-    return f"<section><details><summary>Every tensor</summary>{_table(heads, rows)}</details></section>"
+    return f"<section><details><summary>Every tensor</summary>{table(heads, rows)}</details></section>"
 
 
 def _provenance(report: Mapping[str, Any]) -> str:
@@ -352,28 +342,3 @@ def _provenance(report: Mapping[str, Any]) -> str:
         f"<code>moments{'' if report['uncertainty']['halves'] is None else '-1 and moments-2'}.safetensors</code>.</p>"
         "</section>"
     )
-
-
-def _list(sentences: Iterable[str]) -> str:
-    """Bulleted sentences."""
-    return "<ul>" + "".join(f"<li>{html.escape(s)}</li>" for s in sentences) + "</ul>"
-
-
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Table whose first column is a name and whose others are numbers; cells are HTML already."""
-    top = "".join(f"<th{'' if k == 0 else ' class=num'}>{html.escape(h)}</th>" for k, h in enumerate(heads))
-    rows = list(rows)
-    assert all(len(row) == len(heads) for row in rows)
-    body = "".join(
-        "<tr>"
-        + "".join(f'<td class="{"num" if k else "name"}">{c}</td>' for k, c in enumerate(row))
-        + "</tr>"
-        for row in rows
-    )
-    return f'<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
-def _short(matrix: str) -> str:
-    """Name of a matrix without the block that it sits in, unless that says what it is."""
-    parts = [part for part in matrix.split(".") if part != "*"]
-    return ".".join(parts[-2:]) if parts[-1] in ("bias", "dense") else parts[-1]

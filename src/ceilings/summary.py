@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import math
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +25,7 @@ from ceilings.evidence import Estimate, Evidence, tensor_evidence
 from ceilings.folds import Folds
 from ceilings.moments import ScoreMoments
 from ceilings.moments_file import write_tensors
+from ceilings.places import place
 from ceilings.uncertainty import cross_fitted_energy, is_permuted, noise_floor
 
 __all__ = ["SHARES", "derived_tensors", "estimate_kind", "summarise", "write_derived"]
@@ -362,7 +362,7 @@ def _tensor_summary(folds: Folds, name: str, totals: _Totals, row_label: RowLabe
         null, size = evidence.permuted, estimate.effective_size
     elif totals.kind == "exact" and bool((~fitted.isnan()).any()):
         mean, square = float(fitted.nanmean()), float(fitted.square().nanmean())
-    layer, matrix = _place(name)
+    layer, matrix = place(name)
     if layer is not None:
         varying = int((~inside[0].isnan()).sum())
         totals.layers.setdefault(layer, []).append(
@@ -410,14 +410,14 @@ def _evidence(
 def _offer_entries(name: str, totals: _Totals, fisher: Tensor, gradient: Tensor, fitted: Tensor) -> None:
     """Offer the entries of a tensor with the most room, ceiling minus gradient."""
     room = (totals.std * fisher.sqrt() - gradient.abs()).flatten()
-    for value, place in zip(*(t.tolist() for t in room.topk(min(_TOP, len(room)))), strict=True):
-        index = [int(i) for i in torch.unravel_index(torch.tensor(place), gradient.shape)]
-        rho = float(fitted.flatten()[place])
+    for value, at in zip(*(t.tolist() for t in room.topk(min(_TOP, len(room)))), strict=True):
+        index = [int(i) for i in torch.unravel_index(torch.tensor(at), gradient.shape)]
+        rho = float(fitted.flatten()[at])
         entry = {
             "name": name,
             "index": index,
-            "ceiling": totals.std * math.sqrt(float(fisher.flatten()[place])),
-            "gradient": float(gradient.flatten()[place]),
+            "ceiling": totals.std * math.sqrt(float(fisher.flatten()[at])),
+            "gradient": float(gradient.flatten()[at]),
             "tightness": None if math.isnan(rho) else rho,
         }
         totals.offer("entry", value, entry)
@@ -454,15 +454,6 @@ def _offer_rows(
 def _square(values: Tensor) -> float:
     """Squared norm."""
     return float(values.double().square().sum())
-
-
-def _place(name: str) -> tuple[int | None, str]:
-    """Layer number and kind of matrix that a parameter's name tells; experts of a layer share their kind."""
-    short = name.removesuffix(".weight")
-    found = re.search(r"(?:^|\.)(\d+)\.(.+)$", short)
-    if found is None:
-        return None, short
-    return int(found[1]), re.sub(r"\.\d+(?=\.|$)", ".*", found[2])
 
 
 def write_derived(folds: Folds, folder: Path) -> None:
