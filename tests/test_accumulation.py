@@ -5,10 +5,13 @@ import torch
 from torch import nn
 
 from ceilings import scores as engine
+from ceilings.moments import ScoreMoments
+from ceilings.rollouts import centred_by_group
 from ceilings.score_rules import FullTerm, OuterTerm, RowsTerm
 from ceilings.score_sums import ParameterSums
 from ceilings.scores import ScoreAccumulator, score_moments
 from ceilings.testing import assert_equal
+from ceilings.transformer import TinyTransformer, TransformerConfig
 
 F64 = torch.float64
 LARGE, SMALL, MANY = 1.0, 1e-4, 8_000  # each small square, 1e-8, is below half the spacing of float32 at 1
@@ -121,3 +124,34 @@ def test_slow_parameters_are_summed_wide_too(monkeypatch):
     assert moments.slow_parameters == ("gain",) and moments.squares["gain"].dtype == F64
     exact = score_moments(Scaled(F64), ids, mask, rewards)
     assert_equal(moments.squares["gain"], exact.squares["gain"], rtol=1e-6)
+
+
+def test_groups_that_straddle_batches_files_and_workers_are_centred_on_all_their_members(tmp_path):
+    """By hand: the sum over groups of the sum over members of (R - mean of the group) s."""
+    model = TinyTransformer(TransformerConfig(vocab_size=7, width=8, depth=1, heads=2, mlp_width=12))
+    g, n = torch.Generator().manual_seed(0), 11
+    ids, mask = torch.randint(7, (n, 6), generator=g), (torch.arange(6) > 2).expand(n, -1)
+    rewards = torch.randn(n, generator=g, dtype=F64) + 3
+    groups = torch.arange(n) % 3  # every batch holds parts of every group
+    two = torch.stack([rewards, rewards.square() + 5], 1)
+    scores = [score_moments(model, ids[k : k + 1], mask[k : k + 1], torch.zeros(1)).scores for k in range(n)]
+    for size in (1, 4, n):
+        found = score_moments(model, ids, mask, two, groups=groups, batch_size=size)
+        for column in (0, 1):
+            centred = torch.stack(
+                [two[k, column] - two[groups == groups[k], column].mean() for k in range(n)]
+            )
+            for name in found.names:
+                by_hand = sum(c * s[name] for c, s in zip(centred, scores, strict=True)) / n
+                assert_equal(found.gradient(f"reward_{column}")[name], by_hand, rtol=1e-9)
+    parts = []
+    for some in (slice(0, 5), slice(5, n)):  # two workers, told the centred rewards
+        centred = centred_by_group(two, groups)
+        parts.append(score_moments(model, ids[some], mask[some], centred[some]))
+        parts[-1].save(tmp_path / "part.safetensors")
+        parts[-1] = ScoreMoments.load(tmp_path / "part.safetensors")
+    merged = parts[0].merge(parts[1])
+    for name in merged.names:
+        assert_equal(merged.gradient("reward_1")[name], found.gradient("reward_1")[name], rtol=1e-9)
+    with pytest.raises(ValueError, match="groups centre samples"):
+        score_moments(model, ids, mask, rewards, groups=groups, weights=torch.full((n,), 1 / n))

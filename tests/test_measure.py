@@ -18,10 +18,10 @@ from safetensors.torch import load_file
 from ceilings import cli, console, expected_cost, measure_command, measure_tasks, measurement, report
 from ceilings.measurement import measure_rollouts, reward_columns
 from ceilings.moments import ScoreMoments, flatten
-from ceilings.pretrained import load_pretrained
+from ceilings.pretrained import built_in_model_path, load_pretrained
 from ceilings.reference import loop_score_moments
 from ceilings.rollouts import read_rollouts
-from ceilings.scores import ScoreAccumulator
+from ceilings.scores import ScoreAccumulator, score_moments
 from ceilings.testing import assert_equal
 from toys import CONTEXT, VOCABULARY, rollout, save_toy, some_rollouts, write_jsonl
 
@@ -278,6 +278,136 @@ def test_next_token_is_exact_and_compares_the_options(toy, here):
     assert "The options compared" in (here / "run/report.html").read_text()
 
 
+# Levels and rewards
+
+
+@pytest.mark.parametrize("level, draws", [("token", ()), ("token", ("--sign-draws", 3)), ("next-token", ())])
+def test_every_level_has_the_squares_of_the_engine_and_the_gradient_of_the_sequences(toy, here, level, draws):
+    base = (toy, "--rollouts", "rollouts.jsonl", "--dtype", "float64", "--batch-size", 5)
+    assert measure(*base, "--out", "plain") == 0
+    assert measure(*base, "--level", level, *draws, "--out", "run") == 0
+    found = json.loads((here / "run/report.json").read_text())
+    jsonschema.validate(found, report.schema())
+    plain, other = both_halves(here / "plain"), both_halves(here / "run")
+    model, _ = load_pretrained(toy, dtype=torch.float64)
+    ids, mask, attention = read_rollouts("rollouts.jsonl").padded()
+    exact = score_moments(model, ids, mask, torch.zeros(12), attention_mask=attention, level=level)
+    whole, reference = other[0].merge(other[1]), plain[0].merge(plain[1])
+    for name in whole.names:
+        assert_equal(whole.gradient("reward")[name], reference.gradient("reward")[name], rtol=1e-4)
+        if not draws:
+            assert_equal(whole.squares[name], exact.squares[name], rtol=1e-4)
+    total = sum(float(s.sum()) for s in whole.squares.values())
+    assert total == pytest.approx(
+        sum(float(s.sum()) for s in exact.squares.values()), rel=0.3 if draws else 1e-4
+    )
+    ratio = flatten(whole.gradient("reward")).abs() / flatten(whole.ceiling("reward"))
+    assert found["uncertainty"]["above_one"] == int((ratio > 1).sum())
+    assert (
+        found["config"]["level"] == level and "only their expectations obey the bound" in found["caveats"][0]
+    )
+    words = (
+        "that of every token that could stand there"
+        if level == "next-token"
+        else "that of the sampled tokens"
+    )
+    assert words in (here / "run/report.html").read_text()
+
+
+def test_signs_do_not_depend_on_where_a_run_was_stopped(toy, here, monkeypatch):
+    arguments = (
+        toy,
+        "--rollouts",
+        "rollouts.jsonl",
+        "--level",
+        "token",
+        "--sign-draws",
+        2,
+        "--batch-size",
+        2,
+    )
+    assert measure(*arguments, "--out", "whole") == 0
+    for _ in range(3):
+        monkeypatch.setattr(console.Terminal, "stopping", lambda self: True)
+        assert measure(*arguments, "--out", "parts") == 3
+    monkeypatch.undo()
+    monkeypatch.chdir(here)
+    assert measure(*arguments, "--out", "parts") == 0
+    for one, two in zip(both_halves(here / "whole"), both_halves(here / "parts"), strict=True):
+        for name in one.names:
+            assert_equal(one.squares[name], two.squares[name], rtol=1e-5)
+
+
+def test_levels_that_take_hours_ask_first(toy, here, capsys, monkeypatch):
+    monkeypatch.setattr(measure_command, "_LONG", 0.0)
+    base = (toy, "--rollouts", "rollouts.jsonl", "--out", "run", "--level")
+    for level in ("token", "next-token"):
+        assert "add --yes to start it" in complaint(capsys, 2, *base, level)
+    assert not (here / "run").exists() and measure(*base, "token", "--sign-draws", 1) == 0
+
+
+def test_several_rewards_have_an_estimate_each(toy, here):
+    rules = ("--reward", "regex:w5|w7", "--reward", "regex:w9")
+    common = (toy, "--prompts", "prompts.jsonl", "--samples", 6, "--max-new-tokens", 5)
+    assert measure(*common, *rules, "--out", "two") == 0
+    found = json.loads((here / "two/report.json").read_text())
+    jsonschema.validate(found, report.schema())
+    assert [r["name"] for r in found["rewards"]] == ["regex:w5|w7", "regex:w9"]
+    lines = [json.loads(line) for line in (here / "two/rollouts.jsonl").read_text().splitlines()]
+    for k, pattern in enumerate(("w5|w7", "w9")):
+        values = [float(bool(re.search(pattern, line["response"]))) for line in lines]
+        assert [line["rewards"][f"regex:{pattern}"] for line in lines] == values
+        assert found["rewards"][k]["mean"] == pytest.approx(sum(values) / 24)
+    assert measure(toy, "--rollouts", "two/rollouts.jsonl", "--out", "again") == 0
+    again = json.loads((here / "again/report.json").read_text())
+    for one, two in zip(found["rewards"], again["rewards"], strict=True):
+        assert one["tightness"]["mean"] == pytest.approx(two["tightness"]["mean"], abs=1e-6)
+    assert measure(*common, *rules[:2], "--out", "one") == 0
+    alone = json.loads((here / "one/report.json").read_text())
+    assert alone["tightness"]["mean"] == pytest.approx(found["tightness"]["mean"], abs=1e-6)
+    text = (here / "two/report.html").read_text()
+    assert "The rewards in numbers" in text and "regex:w9" in text
+    assert any(sentence.startswith("The reward regex:w9: ") for sentence in found["conclusions"])
+
+
+def test_logs_of_trainers_go_straight_in(toy, here):
+    """The same responses as this project, TRL and verl write them."""
+    logs = {"own": [], "trl": [], "verl": []}
+    for line in some_rollouts():
+        prompt, response = (" ".join(f"w{k}" for k in line[part]) for part in ("prompt_ids", "response_ids"))
+        logs["own"].append(line)
+        logs["trl"].append({"prompt": prompt, "completion": response, "reward": line["reward"], "step": 3})
+        logs["verl"].append({"input": prompt, "output": response, "score": line["reward"], "gts": "x"})
+    means = []
+    for name, lines in logs.items():
+        write_jsonl(here / f"{name}.jsonl", lines)
+        assert measure(toy, "--rollouts", f"{name}.jsonl", "--out", name) == 0
+        means.append([part.squares["model.norm.weight"] for part in both_halves(here / name)])
+    for other in means[1:]:
+        for one, two in zip(means[0], other, strict=True):
+            assert torch.equal(one, two)
+
+
+def test_a_gguf_file_is_a_model(here, capsys):
+    path = built_in_model_path()
+    write_jsonl(here / "rollouts.jsonl", [rollout(), rollout(reward=0.0)])
+    assert measure(path, "--rollouts", "rollouts.jsonl", "--out", "run", "--dry-run") == 0
+    assert "134,515,008 parameters" in capsys.readouterr().out
+
+
+def test_parameters_without_a_rule_and_their_price_are_reported(toy, here, monkeypatch):
+    from ceilings import score_rules
+
+    kind = next(k for k in score_rules.RULES if k is torch.nn.Linear)
+    monkeypatch.delitem(score_rules.RULES, kind)
+    assert measure(toy, "--rollouts", "rollouts.jsonl", "--out", "run") == 0
+    model = json.loads((here / "run/report.json").read_text())["model"]
+    slow = {name for name, _ in load_pretrained(toy)[0].named_parameters() if "proj" in name}
+    assert slow <= set(model["slow_parameters"])
+    assert model["slow_seconds"] >= 0 and 0 < model["slow_share"] <= 1
+    assert "had no fast rule" in (here / "run/report.html").read_text()
+
+
 # Files
 
 
@@ -494,6 +624,18 @@ def test_help_is_a_manual_with_examples(capsys):
         (("m", "--out", "o", "--rollouts", "r", "--reward", "exact"), "--reward goes with --prompts only"),
         (("m", "--out", "o", "--next-token", "a"), "--next-token and --options go together"),
         (
+            ("m", "--out", "o", "--next-token", "a", "--options", "b", "--level", "token"),
+            "--level does not go with --next-token",
+        ),
+        (
+            ("m", "--out", "o", "--rollouts", "r", "--sign-draws", "2"),
+            "--sign-draws goes with --level token only",
+        ),
+        (
+            ("m", "--out", "o", "--prompts", "p", "--reward", "exact", "--reward", "exact"),
+            "two of the --reward are the same",
+        ),
+        (
             ("m", "--out", "o", "--rollouts", "r", "--batch-size", "0"),
             "'0' is not a whole number of at least 1",
         ),
@@ -532,6 +674,10 @@ def complaint(capsys, code, *arguments):
             f"more than the model's context of {CONTEXT}",
         ),
         ([rollout((2,)), rollout((2,)), rollout((3,), reward=0.0)], "within each of the 2 groups"),
+        (
+            [{"prompt_ids": [2], "response_ids": [3], "rewards": {"permuted-0": k}} for k in (0, 1)],
+            "a permuted reward is called 'permuted-0' here",
+        ),
     ],
 )
 def test_bad_rollouts_leave_nothing_behind(toy, here, capsys, lines, message):

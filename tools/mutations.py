@@ -338,6 +338,8 @@ LIBRARY = [
         "            if isinstance(answer, _Failure):",
         "            if False:",
         "tests/test_distributed.py",
+    ),
+    fault(
         "a half that judges itself",
         "src/ceilings/estimation.py",
         "(a.sign() * b + b.sign() * a) / 2",
@@ -364,6 +366,42 @@ LIBRARY = [
         'if everything or states[name] != "fresh"',
         "if everything",
         "tests/test_workflow.py -k stale_and_missing",
+    ),
+    fault(
+        "what is true left in the direction that stands for chance",
+        "src/ceilings/evidence.py",
+        "nulls.append((a - b) / math",
+        "nulls.append((a + b) / math",
+        "tests/test_evidence.py -k 'functions or whatever'",
+    ),
+    fault(
+        "in-sample tightness reported as if cross-fitted",
+        "src/ceilings/summary.py",
+        "totals.tightness.add(found[0])",
+        "totals.tightness.add(inside[0])",
+        "tests/test_measure.py -k cross_fitted_between",
+    ),
+    fault(
+        "one prompt in both halves",
+        "src/ceilings/folds.py",
+        "first, second = halves(len(groups), generator, labels)",
+        "first, second = halves(len(groups), generator)",
+        "tests/test_summary.py -k whole",
+    ),
+    fault(
+        "rewards permuted across prompts",
+        "src/ceilings/measurement.py",
+        "permutations, generator, labels[rows])",
+        "permutations, generator)",
+        "tests/test_measure.py -k permuted_columns",
+    ),
+    fault(
+        "groups centred on the members of one batch",
+        "src/ceilings/scores.py",
+        "    rewards = _centred(rewards, groups, weights)\n",
+        "    rewards = torch.cat([_centred(r, g, None) for r, g in zip(rewards.split(4), groups.split(4))]) "
+        "if groups is not None and weights is None else _centred(rewards, groups, weights)\n",
+        "tests/test_accumulation.py -k straddle",
     ),
 ]
 

@@ -293,8 +293,8 @@ def _parameters(report: Mapping[str, Any]) -> str:
         rows.append((f"{html.escape(entry['name'])} [{place}]", number(entry["ceiling"]), rho, room))
     return (
         "<section><h2>Parameters with the most room</h2>"
-        f'<p class="soft small">Room is the ceiling less the size of the gradient{_cross_fitted(report)}; that of one '
-        "parameter is mostly noise unless it is exact.</p>"
+        f'<p class="soft small">Room is the ceiling less the size of the gradient{_cross_fitted(report)}'
+        f"{' (of a single parameter that is mostly noise)' if _cross_fitted(report) else ''}.</p>"
         f"{table(('parameter', 'ceiling', 'tightness', 'room'), rows)}</section>"
     )
 

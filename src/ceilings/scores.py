@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from ceilings.moments import Level, ScoreMoments, Weighting, flatten
 from ceilings.next_token import NextToken
+from ceilings.rollouts import centred_by_group
 from ceilings.score_capture import Capture, Found, activations_only, find_rules, graph_reads
 from ceilings.score_inputs import (
     Batch,
@@ -55,6 +56,7 @@ def score_moments(
     rewards: Tensor,
     *,
     weights: Tensor | None = None,
+    groups: Tensor | None = None,
     attention_mask: Tensor | None = None,
     batch_size: int = 16,
     reward_names: tuple[str, ...] | None = None,
@@ -78,6 +80,9 @@ def score_moments(
     weights
         Probabilities of an enumeration, summing to 1: expectations are then exact. None for sampled
         sequences.
+    groups
+        Group, such as the prompt, of each sequence: the mean reward of the group is then subtracted from every
+        reward, as `ceilings.rollouts.centred_by_group` does. None leaves rewards as they are.
     attention_mask
         True (or 1) at real tokens. May be None where padding, if any, is on the right.
     batch_size
@@ -103,7 +108,7 @@ def score_moments(
 
     Shapes
     ------
-    input_ids, response_mask, attention_mask (N, T), rewards (N,) or (N, K), weights (N,).
+    input_ids, response_mask, attention_mask (N, T), rewards (N,) or (N, K), weights and groups (N,).
 
     Units
     -----
@@ -114,7 +119,7 @@ def score_moments(
     ValueError
         If shapes disagree, a reward or weight is not finite, weights do not sum to 1, a sequence has no
         scored token, or a scored token is padding or has nothing before it; if sign draws and generator do
-        not fit the level, or the model has no linear head at level ``"next-token"``.
+        not fit the level, groups come with weights, or the model has no linear head at level ``"next-token"``.
 
     Notes
     -----
@@ -125,12 +130,16 @@ def score_moments(
     The model is measured in evaluation mode (dropout is not part of the policy) and left as it was found. The
     embedding's ``padding_idx`` is not honoured, because the derivative of the policy does not know it.
 
+    Groups may straddle batches: rewards are centred before the first one. For sequences that arrive in portions
+    centre them beforehand too, since the mean of a group must be known before any of its scores is added.
+
     References
     ----------
     Claims ``thm-zero-mean``, ``thm-covariance``, ``thm-ceiling``, ``thm-tokens``; Goodfellow (2015) for the
     outer products.
     """
     check_law(weights)
+    rewards = _centred(rewards, groups, weights)
     columns = rewards.shape[1] if rewards.dim() == 2 else 1
     if reward_names is None:
         reward_names = ("reward",) if columns == 1 else tuple(f"reward_{k}" for k in range(columns))
@@ -139,6 +148,17 @@ def score_moments(
     )
     accumulator.add(input_ids, response_mask, rewards, weights=weights, attention_mask=attention_mask)
     return accumulator.moments()
+
+
+def _centred(rewards: Tensor, groups: Tensor | None, weights: Tensor | None) -> Tensor:
+    """Rewards about the mean of their group."""
+    if groups is None:
+        return rewards
+    if weights is not None:
+        raise ValueError(
+            "groups centre samples; subtract the expectation that you mean from the rewards of a whole law"
+        )
+    return centred_by_group(rewards, groups)
 
 
 class ScoreAccumulator:
