@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from ceilings.console import OK, STOPPED, Parser, Terminal, fail
 from ceilings.measure_options import add_measure
+from ceilings.patch_options import add_patch
 
 __all__ = ["main"]
 
@@ -49,4 +50,5 @@ def _parser() -> Parser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     add_measure(commands)
+    add_patch(commands)
     return parser
