@@ -14,12 +14,12 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from ceilings.patch_bytes import Reader, block, byte_entropy, number, pack, unpack
+
 __all__ = [
     "CHUNK",
     "MODES",
     "Changes",
-    "Reader",
-    "byte_entropy",
     "changes",
     "code_changes",
     "code_words",
@@ -27,7 +27,6 @@ __all__ = [
     "decode_words",
     "entropy_bits",
     "new_words",
-    "number",
     "words_of",
 ]
 
@@ -39,8 +38,9 @@ MODES: Final = ("bits", "xor", "step")
 _DIRECT: Final = (
     192  # values below are bytes of their own, larger ones a byte for their length and their low bits
 )
+_ESCAPE: Final = 15
+_SHORT: Final = 128  # gaps of this mean fit into a byte
 _TOP: Final = 255  # the byte that says: the gap goes on
-_SAMPLE: Final = 2**15
 _POWERS: Final = np.array([2**k for k in range(8, 64)], dtype=np.uint64)
 
 Words = NDArray[Any]
@@ -63,72 +63,6 @@ class Changes:
     mode: str
     positions: NDArray[np.int64]
     values: Words
-
-
-class Reader:
-    """Bytes that are taken from the front.
-
-    Parameters
-    ----------
-    data
-        The bytes.
-    """
-
-    def __init__(self, data: bytes | memoryview) -> None:
-        self._data, self._at = memoryview(data), 0
-
-    def take(self, count: int) -> memoryview:
-        """The next bytes; a ValueError if there are fewer."""
-        if count > len(self._data) - self._at:
-            raise ValueError("the coded bytes end too early")
-        self._at += count
-        return self._data[self._at - count : self._at]
-
-    def number(self) -> int:
-        """The next number, as `number` wrote it."""
-        found = shift = 0
-        while True:
-            byte = self.take(1)[0]
-            found |= (byte & 127) << shift
-            shift += 7
-            if byte < 128:
-                return found
-
-    def block(self, size: int) -> bytes:
-        """The next bytes as `_block` wrote them; ``size`` is their number before coding."""
-        coded = self.number()
-        data = self.take(coded >> 1)
-        if not coded & 1:
-            plain = bytes(data)
-        else:
-            try:
-                # NOTE the limit keeps a damaged file from filling the memory.
-                plain = zlib.decompressobj(-15).decompress(data, size + 1)
-            except zlib.error as error:
-                raise ValueError(f"the coded bytes cannot be read ({error})") from error
-        if len(plain) != size:
-            raise ValueError(f"{len(plain)} bytes where {size} should be")
-        return plain
-
-
-def number(value: int) -> bytes:
-    """Whole number in as few bytes as it needs, seven bits a byte.
-
-    Parameters
-    ----------
-    value
-        At least 0.
-
-    Returns
-    -------
-    bytes
-        What `Reader.number` reads.
-    """
-    out = bytearray()
-    while value > 127:
-        out.append(value & 127 | 128)
-        value >>= 7
-    return bytes([*out, value])
 
 
 def entropy_bits(size: int, count: int) -> float:
@@ -158,28 +92,6 @@ def entropy_bits(size: int, count: int) -> float:
         return 0.0
     d = count / size
     return float(-size * (d * np.log2(d) + (1 - d) * np.log2(1 - d)))
-
-
-def byte_entropy(symbols: NDArray[np.uint8]) -> float:
-    r"""Bits of bytes that are coded by their frequencies, :math:`-\sum_s n_s \log_2 (n_s / n)`.
-
-    Parameters
-    ----------
-    symbols
-        The bytes.
-
-    Returns
-    -------
-    float
-        The bits of all of them together.
-
-    Units
-    -----
-    bits.
-    """
-    counts = np.bincount(symbols, minlength=256)
-    counts = counts[counts > 0]
-    return float(-(counts * np.log2(counts / max(1, len(symbols)))).sum())
 
 
 def words_of(data: bytes | memoryview, width: int) -> Words:
@@ -313,7 +225,7 @@ def code_words(words: Words) -> bytes:
         What `decode_words` reads. Exponents of weights are alike and shrink, the last bits of a mantissa do not.
     """
     planes = words.view(np.uint8).reshape(len(words), words.dtype.itemsize)
-    return b"".join(_block(np.ascontiguousarray(plane).tobytes()) for plane in planes.T)
+    return b"".join(block(np.ascontiguousarray(plane).tobytes()) for plane in planes.T)
 
 
 def decode_words(reader: Reader, count: int, width: int) -> Words:
@@ -344,23 +256,6 @@ def decode_words(reader: Reader, count: int, width: int) -> Words:
     return words_of(planes.tobytes(), width)
 
 
-def _block(data: bytes) -> bytes:
-    """Bytes behind their length, deflated where that is shorter: by frequency alone, or by repetition too."""
-    best = min(data, _deflate(data, zlib.Z_HUFFMAN_ONLY), key=len)
-    # NOTE looking for repetitions is slow where there are none, as in most masks: a sample says whether to look.
-    third = len(data) // 3
-    sample = data if len(data) <= 4 * _SAMPLE else b"".join(data[k * third :][:_SAMPLE] for k in range(3))
-    if 50 * len(_deflate(sample)) < 49 * min(len(sample), len(_deflate(sample, zlib.Z_HUFFMAN_ONLY))):
-        best = min(best, _deflate(data), key=len)
-    return number(2 * len(best) + (best is not data)) + best
-
-
-def _deflate(data: bytes, strategy: int = zlib.Z_DEFAULT_STRATEGY) -> bytes:
-    """Raw DEFLATE stream."""
-    codec = zlib.compressobj(6, zlib.DEFLATED, -15, 9, strategy)
-    return codec.compress(data) + codec.flush()
-
-
 def _code_positions(positions: NDArray[np.int64], size: int) -> bytes:
     """How many there are, and the gaps between them, or between the others if these are fewer."""
     count = len(positions)
@@ -376,7 +271,7 @@ def _code_positions(positions: NDArray[np.int64], size: int) -> bytes:
     runs, rest = np.divmod(gaps >> low, _TOP)
     symbols = np.full(int(runs.sum()) + len(gaps), _TOP, np.uint8)
     symbols[np.cumsum(runs + 1) - 1] = rest
-    return head + number(len(symbols)) + _block(symbols.tobytes()) + _pack(gaps, low)
+    return head + number(len(symbols)) + block(symbols.tobytes()) + block(pack(gaps, low))
 
 
 def _decode_positions(reader: Reader, size: int) -> NDArray[np.int64]:
@@ -396,7 +291,12 @@ def _decode_positions(reader: Reader, size: int) -> NDArray[np.int64]:
     if len(ends) != listed or (length and ends[-1] != length - 1):
         raise ValueError("gaps that do not end")
     high = np.diff(np.cumsum(symbols)[ends], prepend=0)
-    positions = np.cumsum((high << low | _unpack(reader, listed, low).astype(np.int64)) + 1) - 1
+    positions = (
+        np.cumsum(
+            (high << low | unpack(reader.block((listed * low + 7) // 8), listed, low).astype(np.int64)) + 1
+        )
+        - 1
+    )
     if positions[-1] >= size:
         raise ValueError("a position outside of the tensor")
     if 2 * count <= size:
@@ -408,11 +308,12 @@ def _decode_positions(reader: Reader, size: int) -> NDArray[np.int64]:
 
 def _low_bits(size: int, count: int) -> int:
     """Bits of a gap that are as good as random, for gaps of about ``size / count``."""
-    return max(0, (size // count).bit_length() - 4)
+    mean = size // count
+    return 0 if mean < _SHORT else mean.bit_length() - 4
 
 
 def _fold(steps: Words) -> Words:
-    """Steps in either direction as numbers: 0, −1, 1, −2, … become 0, 1, 2, 3, …"""
+    """Steps in either direction as numbers: 0, −1, 1, −2, … become 0, 1, 2, 3 and so on."""
     sign = steps >> (8 * steps.dtype.itemsize - 1)
     return (steps << 1) ^ (0 - sign).astype(steps.dtype)
 
@@ -432,42 +333,44 @@ def _symbols(values: Words) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
 def _code_numbers(values: Words) -> bytes:
     """Numbers of which small ones are frequent."""
     symbols, low = _symbols(values)
-    parts = [_block(symbols.tobytes())]
+    small = np.minimum(symbols, _ESCAPE)
+    pairs = np.append(small, np.zeros(len(small) % 2, np.uint8)).reshape(-1, 2)
+    both = block((pairs[:, 0] << 4 | pairs[:, 1]).tobytes()) + block(symbols[symbols >= _ESCAPE].tobytes())
+    # NOTE two to a byte: a code of whole bits loses up to one bit a byte, most where one symbol is frequent.
+    parts = [min(b"\1" + both, b"\0" + block(symbols.tobytes()), key=len)]
     parts += [
-        _pack(values[low == bits].astype(np.uint64), bits) for bits in range(7, 64) if (low == bits).any()
+        pack(values[low == bits].astype(np.uint64), bits) for bits in range(7, 64) if (low == bits).any()
     ]
     return b"".join(parts)
 
 
 def _decode_numbers(reader: Reader, count: int, width: int) -> Words:
     """Numbers as `_code_numbers` coded them."""
-    symbols = np.frombuffer(reader.block(count), np.uint8)
+    symbols = _decode_symbols(reader, count)
     values = symbols.astype(np.uint64)
     for code in np.unique(symbols[symbols >= _DIRECT]):
         bits = int(code) - _DIRECT + 7
         if bits >= 8 * width:
             raise ValueError(f"a number of {bits + 1} bits among numbers of {8 * width}")
         chosen = symbols == code
-        values[chosen] = _unpack(reader, int(chosen.sum()), bits) | np.uint64(1 << bits)
+        values[chosen] = unpack(
+            reader.take((int(chosen.sum()) * bits + 7) // 8), int(chosen.sum()), bits
+        ) | np.uint64(1 << bits)
     return values.astype(np.dtype(f"<u{width}"))
 
 
-def _pack(values: NDArray[Any], bits: int) -> bytes:
-    """The low bits of each value, one after the other."""
-    table = np.empty((len(values), bits), np.uint8)
-    for k in range(bits):
-        table[:, k] = (values >> k) & 1
-    return np.packbits(table).tobytes()
-
-
-def _unpack(reader: Reader, count: int, bits: int) -> NDArray[np.uint64]:
-    """Values as `_pack` packed them."""
-    packed = np.frombuffer(reader.take((count * bits + 7) // 8), np.uint8)
-    table = np.unpackbits(packed, count=count * bits).reshape(count, bits)
-    values = np.zeros(count, np.uint64)
-    for k in range(bits):
-        values |= table[:, k].astype(np.uint64) << np.uint64(k)
-    return values
+def _decode_symbols(reader: Reader, count: int) -> NDArray[np.uint8]:
+    """Symbols one or two to a byte."""
+    way = reader.take(1)[0]
+    if way > 1:
+        raise ValueError("a way of pairing that is unknown")
+    if way == 0:
+        return np.frombuffer(reader.block(count), np.uint8)
+    pairs = np.frombuffer(reader.block((count + 1) // 2), np.uint8)
+    symbols = np.stack([pairs >> 4, pairs & 15], axis=1).reshape(-1)[:count]
+    large = symbols == _ESCAPE
+    symbols[large] = np.frombuffer(reader.block(int(large.sum())), np.uint8)
+    return symbols
 
 
 def _cost(mode: str, values: Words) -> float:
@@ -481,6 +384,5 @@ def _cost(mode: str, values: Words) -> float:
 
 def _check(found: Changes) -> bytes:
     """Check sum of changes."""
-    values = np.ascontiguousarray(found.values)
-    total = zlib.crc32(values.view(np.uint8), zlib.crc32(found.positions.astype("<i8").view(np.uint8)))
+    total = zlib.crc32(found.values.tobytes(), zlib.crc32(found.positions.astype("<i8").tobytes()))
     return total.to_bytes(4, "little")

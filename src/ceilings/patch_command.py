@@ -6,9 +6,10 @@ import argparse
 import json
 from typing import Any, Final, Protocol
 
-from ceilings.patch import PatchSummary, apply_patch, inspect_patch, make_patch
-from ceilings.patch_file import VERSION
+from ceilings.patch import apply_patch, inspect_patch, make_patch
+from ceilings.patch_manifest import VERSION
 from ceilings.patch_merge import Conflict, ConflictError, merge_patches
+from ceilings.patch_summary import PatchSummary
 
 __all__ = ["Console", "as_json", "patch", "table"]
 

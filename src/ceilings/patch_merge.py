@@ -9,11 +9,11 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from ceilings.patch import PatchSummary, check_base, check_names, inspect_patch
+from ceilings.patch import check_base, check_names, inspect_patch
+from ceilings.patch_bytes import Reader
 from ceilings.patch_coding import (
     CHUNK,
     Changes,
-    Reader,
     Words,
     changes,
     code_changes,
@@ -23,16 +23,9 @@ from ceilings.patch_coding import (
     new_words,
     words_of,
 )
-from ceilings.patch_file import (
-    Manifest,
-    PatchWriter,
-    Source,
-    Tuned,
-    in_order,
-    open_patch,
-    open_source,
-    target,
-)
+from ceilings.patch_file import PatchWriter, Source, in_order, open_patch, open_source, target
+from ceilings.patch_manifest import Manifest, Tuned
+from ceilings.patch_summary import PatchSummary
 from ceilings.safetensors_file import SafetensorsFile
 
 __all__ = ["Conflict", "ConflictError", "MergeSummary", "merge_patches"]
@@ -259,9 +252,9 @@ def _merge_numbers(
         changed, both, differing = changed + len(merged.positions), both + shared, differing + unlike
         positions += writer.add(name, where)
         values += writer.add(name, which)
-    for a, b in _tails(name, sides, one, width):
-        both, differing = both + len(a), differing + int((a != b).sum())
-        stored += writer.add(name, code_words(a if first else b))
+    for rows, others in _tails(name, sides, one, width):
+        both, differing = both + len(rows), differing + int((rows != others).sum())
+        stored += writer.add(name, code_words(rows if first else others))
     digest = one.digest if one.digest == two.digest else None
     entry = Tuned(one.what, one.origin, one.common, changed, positions, values, stored, digest)
     return entry, Conflict(name, both, differing, "numbers")
@@ -284,7 +277,7 @@ def _pairs(
         yield a, b, size, before
 
 
-def _tails(name: str, sides: tuple[_Side, _Side], entry: Tuned, width: int) -> Generator[tuple[Words, Words]]:
+def _tails(name: str, sides: tuple[_Side, _Side], entry: Tuned, width: int) -> Generator[tuple[Words, ...]]:
     """Rows that the base does not have, as each of two patches stores them."""
     rest = (entry.what.size - entry.common) // width
     if not rest:
@@ -294,11 +287,11 @@ def _tails(name: str, sides: tuple[_Side, _Side], entry: Tuned, width: int) -> G
         for side, reader in zip(sides, readers, strict=True):
             _read(name, side, reader, min(CHUNK, (entry.common - at) // width), width)
     for at in range(0, rest, CHUNK):
+        count = min(CHUNK, rest - at)
         try:
-            a, b = (decode_words(reader, min(CHUNK, rest - at), width) for reader in readers if reader)
+            yield tuple(decode_words(reader, count, width) for reader in readers if reader is not None)
         except ValueError as error:
             raise _damaged(name, sides, error) from error
-        yield a, b
 
 
 def _reader(name: str, side: _Side) -> Reader | None:

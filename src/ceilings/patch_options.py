@@ -88,7 +88,7 @@ def add_patch(commands: Any) -> None:
 
 
 def run_patch(found: argparse.Namespace, terminal: Terminal) -> int:
-    """Run ``ceilings patch``; every foreseen failure is one sentence and a code.
+    """Run ``ceilings patch``.
 
     Parameters
     ----------
@@ -102,6 +102,11 @@ def run_patch(found: argparse.Namespace, terminal: Terminal) -> int:
     int
         Exit code.
     """
+    return _patch(found, terminal)
+
+
+def _patch(found: argparse.Namespace, terminal: Terminal) -> int:
+    """Run the command; every foreseen failure is one sentence and a code."""
     from ceilings.patch_command import patch
 
     try:
