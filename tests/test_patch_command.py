@@ -174,7 +174,14 @@ def test_help_is_a_manual_with_examples(capsys, action):
 
 @pytest.mark.parametrize(
     ("size", "words"),
-    [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (999_499, "999 kB"), (999_500, "1 MB"), (3e9, "3 GB")],
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1 kB"),
+        (999_499, "999 kB"),
+        (999_500, "1 MB"),
+        (3e9, "3 GB"),
+    ],
 )
 def test_sizes_in_words(size, words):
     assert patch_command._size(size) == words

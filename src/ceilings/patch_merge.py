@@ -243,7 +243,8 @@ def _merge_numbers(
     """Merge a tensor number by number."""
     one, two = (side.manifest.tuned[name] for side in sides)
     width, first = one.what.width, prefer != "second"
-    changed = positions = values = stored = both = differing = 0
+    changed = positions = values = both = differing = 0
+    stored = writer.add(name, b"")  # an empty tensor has coded bytes too: none
     for a, b, size, before in _pairs(name, sides, old):
         merged, shared, unlike = _union(a, b, first)
         if before is not None:  # the shortest way may have changed with the values
