@@ -7,9 +7,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 ENV := $(VENV)/made
 NAMES ?=
+ALL ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help env book serve notebooks test lint claims api readme mutate constraints clean
+.PHONY: help env book serve notebooks results test lint claims api readme mutate constraints benchmark clean report
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -33,6 +34,10 @@ serve:  ## show the built book at http://127.0.0.1:8000
 notebooks: $(ENV)  ## run chapters again: make notebooks NAMES="identity/ceiling index" (all without NAMES)
 	@$(BIN)/python tools/notebooks.py build $(NAMES)
 
+results: $(ENV)  ## make stale records again, and say first how long it takes (every record: make results ALL=1)
+	@$(BIN)/python tools/refresh.py --cores 2 $(if $(ALL),--all)
+	@$(BIN)/snakemake -c2 --quiet rules $(if $(ALL),--config everything=1)
+
 test: $(ENV)  ## every check: library, chapters, built book, browser
 	@$(BIN)/python -m pytest
 
@@ -50,11 +55,18 @@ claims: $(ENV)  ## write the ledger of claims, book/claims.md
 api: $(ENV)  ## write the page of the library, book/api.md
 	@$(BIN)/python tools/api.py build
 
+report: $(ENV)  ## write the page of report.json, book/tool/report.md
+	@$(BIN)/python tools/report_fields.py build
+
 readme: $(ENV)  ## draw the figure of the README and write its table of chapters
 	@$(BIN)/python tools/readme.py
 
 mutate: $(ENV)  ## break things on purpose, one at a time: does a check see each?
 	@$(BIN)/python tools/mutate.py
+
+benchmark: $(ENV)  ## time the score moments against other libraries: see benchmarks/README.md
+	@OMP_NUM_THREADS=1 PYTHONPATH=$(VENV)/peers $(BIN)/python benchmarks/score_moments.py
+	@$(BIN)/python benchmarks/tables.py
 
 constraints: $(ENV)  ## write constraints.txt again after a change of requirements.txt
 	@$(PYTHON) -m venv $(VENV)/uv && $(VENV)/uv/bin/pip install -q uv
@@ -65,4 +77,4 @@ constraints: $(ENV)  ## write constraints.txt again after a change of requiremen
 
 clean:  ## remove what was built, but not the environment
 	rm -rf _build .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find src tools tests book -name __pycache__ -prune -exec rm -rf {} +
+	find src tools tests book benchmarks -name __pycache__ -prune -exec rm -rf {} +

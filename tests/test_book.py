@@ -226,3 +226,23 @@ def test_only_stated_files_may_stand_in_the_book():
         path.relative_to(ROOT) for path in BOOK.rglob("*") if path.is_file() and path.suffix not in allowed
     ]
     assert [path for path in strays if ".ipynb_checkpoints" not in path.parts] == []
+
+
+def test_pieces_of_a_report_look_as_they_do_in_it():
+    """The book's style knows every class of the charts and tables, and gives them the report's own colours."""
+    report = (ROOT / "src" / "ceilings" / "report.css").read_text(encoding="utf-8")
+    book = (BOOK / "_static" / "custom.css").read_text(encoding="utf-8")
+    sources = "".join(
+        (ROOT / "src" / "ceilings" / f"{name}.py").read_text("utf-8") for name in ("charts", "report_page")
+    )
+    used = {word for found in re.findall(r'class="([\w ]+)"', sources) for word in found.split()}
+    styled = set(re.findall(r"\.report-part[^{,]*?\.([a-z]+)", book)) | set(
+        re.findall(r"\.series\.(\w+)", book)
+    )
+    framed = {"tile", "tiles", "pair", "small", "tick"}  # the report's layout, and a class without a style
+    assert used - styled - framed == set()
+    colours = re.compile(r"--(series|null|cell): (#\w+)")
+    light, dark = (set(colours.findall(part)) for part in report.split("prefers-color-scheme: dark")[:2])
+    for theme, expected in (("light", light), ("dark", dark)):
+        rule = re.search(rf'data-theme="{theme}"\] \.report-part {{([^}}]*)}}', book)
+        assert rule and set(colours.findall(rule[1])) == expected

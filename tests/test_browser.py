@@ -141,12 +141,13 @@ def test_page(browser, site, name, scheme, width):
 
 
 def cut_formulas(page):
-    """Formulas within a line that are wider than their column: they would lose their end."""
+    """Formulas that are wider than their column: within a line they would lose their end, alone they would hide it."""
     return page.evaluate(
-        """() => [...document.querySelectorAll('article mjx-container:not([display])')].flatMap(formula => {
+        """() => [...document.querySelectorAll('article mjx-container')].flatMap(formula => {
             let block = formula.parentElement;
             while (getComputedStyle(block).display.startsWith('inline')) block = block.parentElement;
-            const excess = formula.getBoundingClientRect().right - block.getBoundingClientRect().right;
+            const shown = formula.hasAttribute('display') ? formula.querySelector('mjx-math') : formula;
+            const excess = shown.getBoundingClientRect().right - block.getBoundingClientRect().right;
             return excess > 1 ? [block.innerText.slice(0, 60) + ': ' + Math.round(excess) + ' px'] : [];
         })"""
     )

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 import ceilings.experiments
-from ceilings.experiments import forced
+from ceilings.experiments import forced, methods
 from ceilings.looseness import fisher_spectrum
+from ceilings.methods import METHODS
 from ceilings.prefix_tree import enumeration
 from ceilings.results import assert_reproduces, load
-from ceilings.testing import assert_at_most
+from ceilings.testing import assert_at_most, assert_equal
 from ceilings.transformer import TinyTransformer, TransformerConfig
 
 NAMES = [m.name for m in pkgutil.iter_modules(ceilings.experiments.__path__) if not m.name.startswith("_")]
@@ -63,6 +64,26 @@ def test_a_prompt_that_responses_repeat_costs_the_decoder_eight_directions():
     for prompt, rank in (((1,), 84 - 2 * 4), ((0,), 84)):
         law = enumeration(model, prompt, 3, 0)
         assert len(fisher_spectrum(law.scores, law.probs)) == rank
+
+
+def test_every_method_beats_its_start_by_three_standard_errors_and_the_null_model_does_not():
+    record = load("methods", methods.FULL)
+    found = methods.gains(record)
+    assert set(found) == {*METHODS, methods.NULL}
+    assert all(gain > 3 * error for name, (gain, error) in found.items() if name != methods.NULL)
+    # Rewards that know nothing of the response: every step is noise, and what was learnt before is lost.
+    assert found[methods.NULL][0] < -3 * found[methods.NULL][1]
+    for name in METHODS:
+        assert_equal(record.tensor(name, "reward")[:, 0], record.tensor(methods.NULL, "reward")[:, 0])
+        assert record.tensor(name, "kl")[:, 0].tolist() == [0] * 5
+        clipped = record.tensor(name, "clip_share")
+        assert bool((clipped > 0).all()) if name == "ppo" else bool((clipped == 0).all())
+
+
+def test_a_gain_needs_two_seeds():
+    one = replace(load("methods", methods.FULL), seeds=(0,), values={"rloo": {"reward": [[0.1, 0.2]]}})
+    with pytest.raises(ValueError, match="one seed has no standard error"):
+        methods.gains(one)
 
 
 def test_rewards_are_what_their_names_say():

@@ -135,9 +135,9 @@ def test_null_rows_draw_every_null_and_each_result_in_its_row(ax):
     assert [text.get_text() for text in ax.get_yticklabels()] == ["one", "many"]  # first row at the top
     dots = [line for line in ax.lines if line.get_marker() == "o" and len(line.get_xdata())]
     assert sorted(len(line.get_xdata()) for line in dots) == [1, 24]
-    bars = [line for line in ax.lines if line.get_linewidth() == 7]
-    assert len(bars) == 1  # one draw has no interval
-    assert bars[0].get_xdata() == pytest.approx([0.11, 0.29], abs=1e-6)
+    (bar,) = ax.patches  # one draw has no interval
+    assert [bar.get_x(), bar.get_x() + bar.get_width()] == pytest.approx([0.11, 0.29], abs=1e-6)
+    assert bar.get_y() < 1 < bar.get_y() + bar.get_height()
     (result,) = [line for line in ax.lines if line.get_marker() == "D" and len(line.get_xdata())]
     assert (list(result.get_xdata()), list(result.get_ydata())) == ([0.25], [1])
     assert {text.get_text() for text in ax.get_legend().get_texts()} == {"measured", "null model", "chance"}

@@ -1,5 +1,6 @@
 """The command: its numbers against the loop, its files against the schema, its manners against every bad input."""
 
+import itertools
 import json
 import os
 import re
@@ -11,11 +12,12 @@ import time
 import jsonschema
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 
-from ceilings import cli, console, expected_cost, measure_command, measurement, report
+from ceilings import cli, console, expected_cost, measure_command, measure_tasks, measurement, report
 from ceilings.measurement import measure_rollouts, reward_columns
-from ceilings.moments import ScoreMoments
+from ceilings.moments import ScoreMoments, flatten
 from ceilings.pretrained import load_pretrained
 from ceilings.reference import loop_score_moments
 from ceilings.rollouts import read_rollouts
@@ -26,7 +28,8 @@ FILES = {
     "run.json",
     "report.json",
     "report.html",
-    "moments.safetensors",
+    "moments-1.safetensors",
+    "moments-2.safetensors",
     "gradient.safetensors",
     "fisher.safetensors",
     "tightness.safetensors",
@@ -58,6 +61,10 @@ def spawn(*arguments, **settings):
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **settings)
 
 
+def both_halves(run):
+    return [ScoreMoments.load(run / f"moments-{k}.safetensors") for k in (1, 2)]
+
+
 def loop(toy, path, dtype=torch.float64):
     model, tokenizer = load_pretrained(toy, dtype=dtype)
     rollouts = read_rollouts(path, tokenizer)
@@ -82,14 +89,11 @@ def test_report_and_files_are_those_of_the_loop(toy, here):
         assert set(stored) == set(values)
         for key in values:
             assert_equal(stored[key], values[key], rtol=tolerance)
-    stored = load_file(here / "run/tightness.safetensors")
-    for key, rho in tightness.items():
-        assert (stored[key].isnan() == rho.isnan()).all()
-        assert torch.allclose(stored[key], rho, atol=1e-4, equal_nan=True)
     every = torch.cat([f.flatten() for f in fisher.values()])
     rho = torch.cat([t.flatten() for t in tightness.values()])
     rho = rho[~rho.isnan()]
     assert found["model"]["parameters"] == len(every) and found["tightness"]["defined"] == len(rho)
+    assert found["uncertainty"]["in_sample_mean"] == pytest.approx(float(rho.mean()), abs=1e-4)
     assert found["fisher"]["total"] == pytest.approx(float(every.sum()), rel=tolerance)
     ranked = every.sort(descending=True).values
     for share, carried in found["fisher"]["share_in_top"].items():
@@ -103,9 +107,6 @@ def test_report_and_files_are_those_of_the_loop(toy, here):
     assert found["rewards"][0]["mean"] == pytest.approx(float(rollouts.rewards.mean()))
     assert found["rewards"][0]["std"] == pytest.approx(std)
     assert found["ceiling"]["norm"] == pytest.approx(std * float(every.sum()) ** 0.5, rel=tolerance)
-    assert found["tightness"]["mean"] == pytest.approx(float(rho.mean()), abs=1e-4)
-    for q, value in found["tightness"]["quantiles"].items():
-        assert value == pytest.approx(float(rho.quantile(float(q))), abs=0.004)
     positive = std * every.sqrt()
     for q, value in found["ceiling"]["quantiles"].items():
         assert value == pytest.approx(float(positive.quantile(float(q))), rel=0.04, abs=1e-30)
@@ -142,16 +143,96 @@ def test_centring_by_group_measures_the_centred_reward(toy, here):
         assert_equal(stored[name], gradient, rtol=1e-5)
 
 
-def test_shuffled_column_keeps_the_means_of_the_groups(here):
+def test_permuted_columns_keep_the_values_of_every_group_in_each_half(here):
+    g = torch.Generator().manual_seed(1)
+    groups = [0] * 6 + [1] * 6 + [2, 3, 4, 5, 6, 7, 8, 9]
+    rewards = torch.stack([torch.arange(20.0), torch.arange(20.0) ** 2], 1)
+    folds = (list(range(0, 20, 2)), list(range(1, 20, 2)))
+    columns, names = reward_columns(rewards, ("a", "b"), groups, folds, 2, g)
+    assert names == ("a", "b", "permuted-0", "permuted-1") and torch.equal(columns[:, :2], rewards.double())
+    labels = torch.tensor([min(group, 2) for group in groups])  # groups of one are one pool
+    for rows in folds:
+        for label in (0, 1, 2):
+            some = [row for row in rows if labels[row] == label]
+            for k in (2, 3):
+                assert columns[some, k].sort().values.tolist() == rewards[some, 0].tolist()
+    assert not torch.equal(columns[:, 2], columns[:, 0]) and not torch.equal(columns[:, 2], columns[:, 3])
+    alone = columns[12:]
+    assert not torch.equal(alone[:, 2], alone[:, 0])
+
+
+def test_tightness_is_cross_fitted_between_the_halves_of_the_loop(toy, here):
+    """From scores of single responses, by the definition: no code of the engine or of the summary."""
+    write_jsonl(here / "rollouts.jsonl", some_rollouts(24))
+    arguments = ("--rollouts", "rollouts.jsonl", "--out", "run", "--dtype", "float64", "--permutations", 3)
+    assert measure(toy, *arguments) == 0
+    found = json.loads((here / "run/report.json").read_text())
+    model, _ = load_pretrained(toy, dtype=torch.float64)
     rollouts = read_rollouts("rollouts.jsonl")
-    columns, names = reward_columns(rollouts, True, torch.Generator().manual_seed(1))
-    assert names == ("reward", "shuffled")
-    assert torch.equal(columns[:, 0], rollouts.centred_rewards())
+    one = [rollouts.take([n]) for n in range(24)]
+    scores = torch.stack(
+        [flatten(loop_score_moments(model, *r.padded()[:2], torch.zeros(1)).scores) for r in one]
+    )
+    first, second = both_halves(here / "run")
+    assert found["uncertainty"]["halves"] == "groups" and found["uncertainty"]["half_sizes"] == [12, 12]
+    # Which groups are in the first half: those whose scores add up to its sum.
     groups = torch.tensor(rollouts.groups)
-    for group in groups.unique():
-        part = columns[groups == group]
-        assert torch.allclose(part[:, 0].sort().values, part[:, 1].sort().values, atol=1e-12)
-    assert not torch.equal(columns[:, 0], columns[:, 1])
+    halves = [
+        (a, b)
+        for a, b in itertools.combinations(range(4), 2)
+        if torch.allclose(scores[(groups == a) | (groups == b)].sum(0), flatten(first.scores), atol=1e-4)
+    ]
+    assert len(halves) == 1
+    here_ = (groups == halves[0][0]) | (groups == halves[0][1])
+    std = rollouts.rewards.std() * scores.std(0)
+    g = []
+    for some in (here_, ~here_):
+        r, s = rollouts.rewards[some], scores[some]
+        g.append((r - r.mean()) @ (s - s.mean(0)) / 11)
+    rho = (g[0].sign() * g[1] + g[1].sign() * g[0]) / 2 / std
+    varies = scores.std(0) > 1e-9
+    assert found["tightness"]["estimate"] == "cross-fitted"
+    assert found["tightness"]["defined"] == int(varies.sum())
+    assert found["tightness"]["mean"] == pytest.approx(float(rho[varies].mean()), abs=1e-4)
+    squares = (g[0] * g[1] / std**2)[varies]
+    assert found["tightness"]["mean_square"] == pytest.approx(float(squares.mean()), abs=1e-4)
+    assert found["tightness"]["energy"] == pytest.approx(float((g[0] * g[1]).sum()), rel=1e-3)
+    stored = load_file(here / "run/tightness.safetensors")
+    stored = flatten({name: stored[name] for name in first.names})
+    assert bool(stored[~varies].isnan().all())
+    # A covariance of almost zero has whichever sign rounding gives it.
+    assert float(((stored - rho)[varies].abs() < 1e-3).double().mean()) > 0.99
+    for q, value in found["tightness"]["quantiles"].items():
+        assert value == pytest.approx(float(rho[varies].quantile(float(q))), abs=0.004)
+    assert found["tightness"]["degrees_of_freedom"] == 21
+    disagreement = (((g[0] - g[1]) / std)[varies]).square().mean() * 6
+    assert found["tightness"]["effective_size"] == pytest.approx(24 / float(disagreement), rel=1e-3)
+
+
+def test_too_few_responses_say_so_instead_of_giving_a_number(toy, here):
+    lines = [rollout(response=(4,)), rollout(response=(5,), reward=0.0), rollout(response=(6,), reward=0.5)]
+    write_jsonl(here / "few.jsonl", lines)
+    assert measure(toy, "--rollouts", "few.jsonl", "--out", "run") == 0
+    found = json.loads((here / "run/report.json").read_text())
+    jsonschema.validate(found, report.schema())
+    assert found["tightness"]["estimate"] == "none" and found["tightness"]["mean"] is None
+    assert found["uncertainty"]["halves"] is None and (here / "run/moments.safetensors").exists()
+    assert "cannot be said from 3 responses" in found["conclusions"][1]
+    with safe_open(here / "run/tightness.safetensors", "pt") as file:
+        assert json.loads(file.metadata()["ceilings"])["estimate"] == "in-sample"
+
+
+def test_one_prompt_is_split_by_responses(toy, here):
+    g = torch.Generator().manual_seed(0)
+    lines = [
+        rollout(response=torch.randint(2, 20, (3,), generator=g).tolist(), reward=float(k % 3))
+        for k in range(9)
+    ]
+    write_jsonl(here / "one.jsonl", lines)
+    assert measure(toy, "--rollouts", "one.jsonl", "--out", "run") == 0
+    found = json.loads((here / "run/report.json").read_text())
+    assert found["uncertainty"]["halves"] == "responses" and found["uncertainty"]["half_sizes"] == [4, 5]
+    assert "other responses to these prompts only" in " ".join(found["caveats"])
 
 
 def test_sampled_rollouts_are_kept_and_give_the_same_report_again(toy, here):
@@ -163,10 +244,10 @@ def test_sampled_rollouts_are_kept_and_give_the_same_report_again(toy, here):
         assert line["reward"] == float(bool(re.search("w5|w7", line["response"])))
         assert len(line["log_probs"]) == len(line["response_ids"]) <= 5
     assert measure(toy, "--rollouts", "sampled/rollouts.jsonl", "--out", "again") == 0
-    first, second = (ScoreMoments.load(here / f"{run}/moments.safetensors") for run in ("sampled", "again"))
-    for name in first.names:
-        assert torch.equal(first.squares[name], second.squares[name])
-        assert torch.equal(first.reward_scores[name][0], second.reward_scores[name][0])
+    for first, second in zip(*(both_halves(here / run) for run in ("sampled", "again")), strict=True):
+        for name in first.names:
+            assert torch.equal(first.squares[name], second.squares[name])
+            assert torch.equal(first.reward_scores[name][0], second.reward_scores[name][0])
     kinds = [
         json.loads((here / f"{run}/report.json").read_text())["fisher"]["kind"]
         for run in ("sampled", "again")
@@ -203,7 +284,7 @@ def test_report_follows_its_schema_and_every_field_of_it_is_described(toy, here)
     measure(toy, "--rollouts", "rollouts.jsonl", "--out", "run")
     found = json.loads((here / "run/report.json").read_text())
     jsonschema.validate(found, report.schema())
-    for wrong in ({"version": 2}, {"surprise": 1}, {"tightness": {}}):
+    for wrong in ({"version": 1}, {"surprise": 1}, {"tightness": {}}):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(found | wrong, report.schema())
     assert str(here) not in json.dumps(found) + (here / "run/report.html").read_text()
@@ -213,7 +294,7 @@ def test_report_follows_its_schema_and_every_field_of_it_is_described(toy, here)
 def test_page_asks_nothing_of_anyone(toy, here):
     measure(toy, "--rollouts", "rollouts.jsonl", "--out", "run")
     text = (here / "run/report.html").read_text()
-    assert text.count("<svg") == 4
+    assert text.count("<svg") == 5
     for outside in ("http:", "https:", "<script", "<link", "@import", "url(", "src="):
         assert outside not in text
     found = json.loads((here / "run/report.json").read_text())
@@ -240,8 +321,10 @@ def test_words_do_not_take_noise_for_a_finding(toy, here):
     assert "cannot be told from noise" in found["conclusions"][1]
     assert "is no evidence" in found["caveats"][0]
     strong = json.loads(json.dumps(found))
-    strong["tightness"]["mean"] = 0.9
-    assert "uses more of the ceiling than noise would" in report.conclusions(strong)[1]
+    strong["tightness"] |= {"mean": 0.3, "standard_error": 0.1, "degrees_of_freedom": 10}
+    assert "more than chance gives" in report.conclusions(strong)[1]
+    strong["tightness"]["degrees_of_freedom"] = 3  # three draws say little of the error
+    assert "cannot be told from noise" in report.conclusions(strong)[1]
     strong["uncertainty"]["mean_score_ratio"] = 50
     assert "do not look like samples of this model" in " ".join(report.caveats(strong))
 
@@ -253,7 +336,7 @@ def test_words_do_not_take_noise_for_a_finding(toy, here):
 def test_a_measurement_that_was_stopped_goes_on_to_the_same_moments(toy, here, stop_after):
     model, _ = load_pretrained(toy, dtype=torch.float64)
     rollouts = read_rollouts("rollouts.jsonl")
-    rewards, names = reward_columns(rollouts, False, torch.Generator().manual_seed(0))
+    rewards, names = torch.stack([rollouts.rewards, rollouts.rewards.square()], 1), ("reward", "other")
     whole = measure_rollouts(model, rollouts, rewards, names, batch_size=3)
     checkpoint = measurement.Checkpoint(here / "moments.safetensors", seconds=0)
     calls = iter(range(1, 99))
@@ -298,16 +381,17 @@ def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(toy, here):
     out, err = process.communicate(timeout=120)
     assert process.returncode == 3, (out, err)
     assert "finishing this batch" in err and "the same command goes on" in err and "Traceback" not in err
-    kept = ScoreMoments.load(here / "run/moments.safetensors").count
+    left = {p.name for p in (here / "run").iterdir()}
+    assert left - {"moments-2.safetensors"} == {"run.json", "moments-1.safetensors"}
+    kept = sum(ScoreMoments.stored_header(here / "run" / name)["count"] for name in left - {"run.json"})
     assert 0 < kept < 1200
-    assert {p.name for p in (here / "run").iterdir()} == {"run.json", "moments.safetensors"}
     assert measure(*arguments, "--batch-size", 128) == 0
-    assert ScoreMoments.load(here / "run/moments.safetensors").count == 1200
+    assert [part.count for part in both_halves(here / "run")] == [600, 600]
 
 
 def test_sampling_that_was_stopped_goes_on_with_the_same_draws(toy, here, monkeypatch, capsys):
     arguments = ("--reward", "regex:w5|w7", "--samples", 3, "--max-new-tokens", 5)
-    monkeypatch.setattr(measure_command, "_ROWS", 3)  # one prompt at a time
+    monkeypatch.setattr(measure_tasks, "_ROWS", 3)  # one prompt at a time
     assert measure(toy, "--prompts", "prompts.jsonl", *arguments, "--out", "whole") == 0
     monkeypatch.setattr(console.Terminal, "stopping", lambda self: True)
     assert measure(toy, "--prompts", "prompts.jsonl", *arguments, "--out", "parts") == 3
@@ -315,7 +399,7 @@ def test_sampling_that_was_stopped_goes_on_with_the_same_draws(toy, here, monkey
     assert "the same command goes on from there" in capsys.readouterr().err
     monkeypatch.undo()
     monkeypatch.chdir(here)
-    monkeypatch.setattr(measure_command, "_ROWS", 3)
+    monkeypatch.setattr(measure_tasks, "_ROWS", 3)
     assert measure(toy, "--prompts", "prompts.jsonl", *arguments, "--out", "parts") == 0
     assert (here / "parts/rollouts.jsonl").read_text() == (here / "whole/rollouts.jsonl").read_text()
 
@@ -324,7 +408,7 @@ def test_what_is_sampled_does_not_depend_on_how_many_prompts_go_at_once(toy, her
     write_jsonl(here / "same.jsonl", [{"prompt": "w2"}] * 4)
     drawn = []
     for rows in (3, 32):
-        monkeypatch.setattr(measure_command, "_ROWS", rows)
+        monkeypatch.setattr(measure_tasks, "_ROWS", rows)
         common = ("--reward", "regex:w5|w7", "--samples", 3, "--max-new-tokens", 5, "--out", f"run{rows}")
         assert measure(toy, "--prompts", "same.jsonl", *common) == 0
         lines = (here / f"run{rows}/rollouts.jsonl").read_text().splitlines()
@@ -552,7 +636,7 @@ def test_memory_that_runs_out_on_the_way_keeps_the_checkpoint(toy, here, capsys,
     real = measurement.ScoreAccumulator.add
 
     def add(self, *args, **kwargs):
-        if next(calls) == 2:
+        if next(calls) == 3:
             raise error
         real(self, *args, **kwargs)
 
@@ -569,7 +653,7 @@ def test_memory_that_runs_out_on_the_way_keeps_the_checkpoint(toy, here, capsys,
         4,
     )
     assert "memory ran out" in complaint(capsys, 4, *arguments)
-    assert ScoreMoments.load(here / "run/moments.safetensors").count == 8
+    assert [part.count for part in both_halves(here / "run")] == [6, 4]
     monkeypatch.undo()
     monkeypatch.chdir(here)
     assert measure(*arguments) == 0

@@ -1,12 +1,13 @@
 """Rollouts from files and back, groups, masks; each wrong line says what and where."""
 
 import json
+import math
 
 import pytest
 import torch
 
 from ceilings.jsonl import read_lines
-from ceilings.rollouts import Rollouts, check_fits, read_rollouts, write_rollouts
+from ceilings.rollouts import Rollouts, centred_by_group, check_fits, read_rollouts, write_rollouts
 from toys import rollout, write_jsonl
 
 
@@ -46,18 +47,48 @@ def test_centring_subtracts_the_mean_of_the_group():
     assert three().centred_rewards().tolist() == [-0.5, 0.5, 0.0]
 
 
-def test_shuffling_stays_within_groups_and_keeps_the_values():
-    n = 40
-    rollouts = Rollouts(((2,),) * n, ((3,),) * n, torch.arange(n).double(), tuple(k % 2 for k in range(n)))
-    shuffled = rollouts.shuffled_rewards(torch.Generator().manual_seed(0))
-    assert sorted(shuffled.tolist()) == list(range(n)) and shuffled.tolist() != list(range(n))
-    assert all(int(value) % 2 == k % 2 for k, value in enumerate(shuffled))
+def test_centring_takes_every_column_on_its_own_and_refuses_too_few_groups():
+    rewards = torch.tensor([[1.0, 10.0], [2.0, 30.0], [6.0, 5.0]])
+    found = centred_by_group(rewards, torch.tensor([7, 7, 3]))
+    assert found.tolist() == [[-0.5, -10.0], [0.5, 10.0], [0.0, 0.0]] and found.dtype == torch.float64
+    with pytest.raises(
+        ValueError, match=r"groups have shape \(2,\) for 3 rewards: give one group a response"
+    ):
+        centred_by_group(rewards, torch.tensor([7, 7]))
 
 
-def test_shuffling_singles_goes_over_all():
-    rollouts = Rollouts(((2,),) * 9, ((3,),) * 9, torch.arange(9).double(), tuple(range(9)))
-    shuffled = rollouts.shuffled_rewards(torch.Generator().manual_seed(0))
-    assert sorted(shuffled.tolist()) == list(range(9)) and shuffled.tolist() != list(range(9))
+def test_several_rewards_are_read_and_written_by_name(tmp_path):
+    lines = [
+        {"prompt_ids": [2], "response_ids": [3], "rewards": {"exact": 1, "length": 0.5}},
+        {"prompt_ids": [2], "response_ids": [4], "rewards": {"length": 0.25, "exact": 0}},
+    ]
+    (tmp_path / "r.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    found = read_rollouts(tmp_path / "r.jsonl")
+    assert found.reward_name == "exact" and found.rewards.tolist() == [1, 0]
+    assert {n: r.tolist() for n, r in found.all_rewards.items()} == {"exact": [1, 0], "length": [0.5, 0.25]}
+    assert found.take([1]).further_rewards["length"].tolist() == [0.25]
+    write_rollouts(tmp_path / "again.jsonl", found)
+    again = read_rollouts(tmp_path / "again.jsonl")
+    assert {n: r.tolist() for n, r in again.all_rewards.items()} == {"exact": [1, 0], "length": [0.5, 0.25]}
+
+
+@pytest.mark.parametrize(
+    "second, message",
+    [
+        ({"rewards": {"exact": 1}}, "line 2: the reward 'length' is not in every line"),
+        ({"rewards": {"exact": 1, "length": "x"}}, "line 2: the reward 'length' must be a number, it is 'x'"),
+        ({"rewards": {"exact": 1, "length": math.inf}}, "line 2: the reward 'length' is inf"),
+        ({"rewards": []}, "line 2: `rewards` must be an object of numbers by name"),
+        ({}, "line 2: there is no reward; add `reward`, a number, or `rewards`"),
+    ],
+)
+def test_rewards_that_do_not_fit_are_refused(tmp_path, second, message):
+    base = {"prompt_ids": [2], "response_ids": [3]}
+    lines = [base | {"rewards": {"exact": 1, "length": 0.5}}, base | second]
+    (tmp_path / "r.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    with pytest.raises(ValueError) as caught:
+        read_rollouts(tmp_path / "r.jsonl")
+    assert message in str(caught.value)
 
 
 def test_what_is_written_is_read_again(tmp_path):

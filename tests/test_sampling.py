@@ -65,6 +65,17 @@ def test_what_is_drawn_for_a_prompt_does_not_depend_on_its_company(kind):
     assert together == tuple(r for part in alone for r in part)
 
 
+def test_prompts_of_one_length_go_through_any_model_together():
+    model = build("tiny")
+    calls = []
+    model.register_forward_pre_hook(lambda _, args: calls.append(len(args[0])))
+    sample_responses(model, [(2,), (3,)], 5, generators([5, 6]), max_new_tokens=1)
+    assert calls == [2]  # one pass for both prompts; a padded batch would need positions
+    calls.clear()
+    sample_responses(model, [(2,), (3, 4)], 5, generators([5, 6]), max_new_tokens=1)
+    assert calls == [1, 1]
+
+
 def test_frequencies_are_those_of_the_enumerated_law():
     model = build("tiny")
     n = 4000

@@ -167,10 +167,12 @@ def test_padding_on_the_right_needs_no_mask():
     assert_same_sums(score_moments(tiny(), ids, mask, rewards), with_mask, rtol=1e-12)
 
 
-@pytest.mark.parametrize("block_bytes", [8, 200, 1 << 20])
+@pytest.mark.parametrize("block_bytes", [8, 200, 600, 1 << 20])
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_size_of_a_block_changes_nothing(monkeypatch, tied, block_bytes):
     monkeypatch.setattr(score_sums, "_BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(score_sums, "_ROWS", 1)
+    monkeypatch.setattr(score_sums, "_SEQUENCES", 3)
     assert_same_sums(
         score_moments(tiny(tied), *random_batch()), loop_score_moments(tiny(tied), *random_batch())
     )
@@ -233,6 +235,26 @@ def test_llama_of_hugging_face(exact_llama, changes, side):
     moments = score_moments(model, ids, mask, rewards, attention_mask=attention, batch_size=4)
     assert moments.slow_parameters == ()
     assert_same_sums(moments, loop_score_moments(model, ids, mask, rewards, attention_mask=attention))
+
+
+def test_a_prompt_needs_no_logits_and_signs_stay_with_their_tokens(exact_llama):
+    model, (ids, mask, rewards) = exact_llama(), random_batch(prompt=5)
+    lengths = []
+    model.lm_head.register_forward_hook(lambda m, args, output: lengths.append(output.shape[1]))
+    moments = score_moments(model, ids, mask, rewards, batch_size=len(ids))
+    assert lengths[-1] == 3 and mask.sum(1).tolist() == [3] * len(ids)
+    assert_same_sums(moments, loop_score_moments(model, ids, mask, rewards))
+
+    def signed(accepts):
+        accumulator = ScoreAccumulator(
+            model, ("a", "b"), 4, level="token", sign_draws=2, generator=torch.Generator().manual_seed(3)
+        )
+        accumulator._accepts &= accepts
+        accumulator.add(ids, mask, rewards)
+        return accumulator.moments()
+
+    every = {"attention_mask", "position_ids", "use_cache"}
+    assert_same_sums(signed(every | {"logits_to_keep"}), signed(every))
 
 
 def test_llama_in_float32_as_it_ships():

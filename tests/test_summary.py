@@ -1,13 +1,14 @@
 """Statistics of moments made by hand: zeros, shares, names, the derived tensors."""
 
-import math
+import dataclasses
 
 import pytest
 import torch
 
 from ceilings.charts import number, percent
+from ceilings.folds import Folds, two_halves
 from ceilings.moments import ScoreMoments
-from ceilings.summary import _Histogram, derived_tensors, noise_floor, summarise
+from ceilings.summary import _Histogram, derived_tensors, summarise
 
 
 def by_hand(scores, rewards):
@@ -29,7 +30,8 @@ def by_hand(scores, rewards):
 def test_parameters_that_nothing_moves_are_counted_as_such():
     scores = torch.zeros(4, 10).double()
     scores[:, :4] = torch.tensor([1.0, -1.0, 1.0, -1.0])[:, None] * torch.tensor([1.0, 2.0, 3.0, 4.0])
-    found = summarise(by_hand(scores, torch.tensor([1.0, 0.0, 1.0, 0.0]).double()))
+    rewards = torch.tensor([1.0, 0.0, 1.0, 0.0]).double()
+    found = summarise(Folds([by_hand(scores, rewards)] * 2), "responses")
     # F = 1, 4, 9, 16 and six zeros; the reward has standard deviation 1/2 and is perfectly correlated.
     assert found["fisher"]["zero"] == 6 and found["fisher"]["total"] == pytest.approx(30)
     assert found["ceiling"]["quantiles"]["0.5"] == 0
@@ -37,22 +39,55 @@ def test_parameters_that_nothing_moves_are_counted_as_such():
     assert found["fisher"]["share_in_top"]["0.1"] == pytest.approx(16 / 30)
     assert found["fisher"]["share_in_top"]["0.3"] == pytest.approx(29 / 30)
     assert found["tightness"]["defined"] == 4 and found["tightness"]["undefined"] == 6
-    assert found["tightness"]["mean"] == pytest.approx(1) and found["gradient"]["norm"] == pytest.approx(
+    # Both halves say ρ = 1: covariances that divide by 3, deviations that divide by 7, of 4 and 8 responses.
+    assert found["tightness"]["mean"] == pytest.approx(7 / 6) and found["gradient"]["norm"] == pytest.approx(
         30**0.5 / 2
     )
     assert found["uncertainty"]["mean_score_ratio"] == 0
     assert found["tensors"][0]["layer"] == 3 and found["tensors"][0]["matrix"] == "mlp.experts.*.w1"
-    assert found["gradient"]["norm_shuffled"] is None and found["uncertainty"]["shuffled_tightness"] is None
+    assert found["gradient"]["norm_permuted"] is None and found["tightness"]["standard_error"] is None
 
 
-def test_noise_floor_is_the_mean_of_an_unrelated_correlation():
-    n, draws = 200, 4000
+def test_halves_keep_groups_whole_where_they_can():
     g = torch.Generator().manual_seed(0)
-    scores = torch.randn(draws, n, generator=g)
-    reward = torch.randn(n, generator=g)
-    rho = torch.stack([torch.corrcoef(torch.stack([row, reward]))[0, 1].abs() for row in scores])
-    # |ρ̂| has standard deviation √(1 − 2/π)/√n; five standard errors.
-    assert abs(float(rho.mean()) - noise_floor(n)) < 5 * math.sqrt((1 - 2 / math.pi) / n / draws)
+    first, second, kept = two_halves([5, 5, 9, 9, 9, 1], g)
+    assert kept == "groups" and sorted(first + second) == list(range(6))
+    groups = [5, 5, 9, 9, 9, 1]
+    assert not {groups[k] for k in first} & {groups[k] for k in second}
+    for groups in ([3] * 7, [0, *[1] * 6]):  # one group, and one beside a single response
+        first, second, kept = two_halves(groups, g)
+        assert kept == "responses" and (len(first), len(second)) == (3, 4)
+    assert two_halves([0, 1, 2], g) is None
+
+
+def test_folds_from_files_are_those_from_memory(tmp_path):
+    g = torch.Generator().manual_seed(0)
+    parts = [
+        by_hand(torch.randn(6, 5, generator=g).double(), torch.randn(6, generator=g).double()) for _ in "ab"
+    ]
+    for k, part in enumerate(parts):
+        part.save(tmp_path / f"{k}.safetensors")
+    memory, files = Folds(parts), Folds([tmp_path / f"{k}.safetensors" for k in range(2)])
+    assert memory.names == files.names and memory.count == files.count == 12 and len(files) == 2
+    merged = parts[0].merge(parts[1])
+    for folds in (memory, files):
+        name = folds.names[0]
+        assert torch.equal(folds.together(name).squares[name], merged.squares[name])
+        assert torch.equal(folds.of(name)[1].reward_scores[name], parts[1].reward_scores[name])
+    with pytest.raises(ValueError, match="there are no moments"):
+        Folds([])
+    with pytest.raises(ValueError, match="their parameters differ"):
+        Folds([parts[0], dataclasses.replace(parts[0], **renamed(parts[0]))])
+    with pytest.raises(ValueError, match="holds no parameter called 'x'"):
+        ScoreMoments.load(tmp_path / "0.safetensors", "x")
+
+
+def renamed(moments):
+    """Parts of moments under another name."""
+    return {
+        part: {"x": next(iter(getattr(moments, part).values()))}
+        for part in ("scores", "squares", "reward_scores")
+    }
 
 
 def test_derived_tensors_are_those_of_the_moments():
@@ -64,10 +99,10 @@ def test_derived_tensors_are_those_of_the_moments():
         ("ceiling", moments.ceiling()),
         ("tightness", moments.tightness()),
     ):
-        found = derived_tensors(moments, what)
+        found = derived_tensors(Folds([moments]), what)
         assert all(torch.equal(found[name], expected[name]) for name in moments.names)
     with pytest.raises(ValueError, match="'shape' is not derived from moments"):
-        derived_tensors(moments, "shape")
+        derived_tensors(Folds([moments]), "shape")
 
 
 def test_every_entry_of_a_large_tensor_is_counted():
@@ -75,7 +110,7 @@ def test_every_entry_of_a_large_tensor_is_counted():
     histogram.add(torch.full((2**24 + 1000,), 0.0005))
     histogram.add(torch.tensor([1.0, torch.nan]))
     assert float(histogram.counts.sum()) == histogram.defined == 2**24 + 1001 and histogram.undefined == 1
-    assert histogram.summary()["quantiles"]["0.99"] == 0.0005
+    assert histogram.summary()["quantiles"]["0.99"] == pytest.approx(0.0005)
 
 
 def test_numbers_are_for_readers():

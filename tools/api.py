@@ -20,9 +20,10 @@ TARGET = ROOT / "book" / "api.md"
 
 # The flow of data (a module imports from none further down), then what serves the chapters and tests.
 FLOW = """
-policies samplers transformer prefix_tree pretrained jsonl tasks rollouts sampling
+policies samplers transformer prefix_tree pretrained jsonl tasks rollouts sampling puzzles
 moments moments_file scores score_rules score_capture fisher ceiling looseness pullback next_token
-advantages losses training updates adapters checkpoints patch digest results experiments
+off_policy advantages losses batches sources methods training
+updates adapters checkpoints patch digest results experiments
 measurement summary report report_page charts expected_cost run_folder measure_command cli
 symbolic reference testing notebook figures
 """

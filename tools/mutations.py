@@ -158,6 +158,34 @@ LIGHT_AND_WIDE = "tests/test_browser.py -k 'test_page and ceiling and light and 
 
 LIBRARY = [
     fault(
+        "a quotient of whole numbers, which is float32",
+        "src/ceilings/advantages.py",
+        "(size.to(rewards) / (size - 1).to(rewards))[index]",
+        "(size / (size - 1))[index].to(rewards)",
+        "tests/test_advantages.py",
+    ),
+    fault(
+        "padding that holds NaN reaches a gradient",
+        "src/ceilings/losses/reinforce.py",
+        "return torch.where(mask, advantages, 0)",
+        "return advantages",
+        "tests/test_losses.py",
+    ),
+    fault(
+        "the odds of ORPO without their last digits",
+        "src/ceilings/losses/orpo.py",
+        "torch.log(-torch.expm1(mean_log_probs))",
+        "torch.log(1 - mean_log_probs.exp())",
+        "tests/test_losses.py",
+    ),
+    fault(
+        "a ratio to the present policy instead of the one that sampled",
+        "src/ceilings/training.py",
+        "behaviour = log_probs.detach() if behaviour is None else behaviour",
+        "behaviour = log_probs.detach()",
+        "tests/test_training.py",
+    ),
+    fault(
         "baseline left out",
         "src/ceilings/ceiling.py",
         "return (w * (rewards - w @ rewards)) @ (scores - w @ scores)",
@@ -221,6 +249,20 @@ LIBRARY = [
         "tests/test_scores.py",
     ),
     fault(
+        "rows of a block counted from the top of the matrix",
+        "src/ceilings/score_rules.py",
+        "local += self.rows[begin:end] - rows.start",
+        "local += self.rows[begin:end]",
+        "tests/test_scores.py -k size_of_a_block",
+    ),
+    fault(
+        "a wrong answer called right in the benchmark",
+        "benchmarks/score_moments.py",
+        "if max(errors.values()) > TOLERANCE:",
+        "if min(errors.values()) > TOLERANCE:",
+        "tests/test_benchmarks.py -k wrong",
+    ),
+    fault(
         "a square left out of the second moment",
         "src/ceilings/score_sums.py",
         "self.squares.index_add_(0, term.rows, found.square(), alpha=squares)",
@@ -230,15 +272,15 @@ LIBRARY = [
     fault(
         "cotangent with the weight instead of its root",
         "src/ceilings/scores.py",
-        "(batch.scored * root_weights.to(cotangent)[:, None])",
-        "(batch.scored * root_weights.to(cotangent).square()[:, None])",
+        "(batch.scored[:, last] * root_weights.to(cotangent)[:, None])",
+        "(batch.scored[:, last] * root_weights.to(cotangent).square()[:, None])",
         "tests/test_scores.py",
     ),
     fault(
         "padding scored",
         "src/ceilings/scores.py",
-        "cotangent *= (batch.scored * root_weights",
-        "cotangent *= (torch.ones_like(batch.scored) * root_weights",
+        "cotangent *= (batch.scored[:, last] * root_weights",
+        "cotangent *= (torch.ones_like(batch.scored)[:, last] * root_weights",
         "tests/test_scores.py",
     ),
     fault(
@@ -258,8 +300,8 @@ LIBRARY = [
     fault(
         "one sign for all tokens of a sequence",
         "src/ceilings/scores.py",
-        "cotangent * self.signs[..., None]",
-        "cotangent * self.signs[..., :1, None]",
+        "cotangent * self.signs[:, -cotangent.shape[1] :, None]",
+        "cotangent * self.signs[:, :1, None]",
         "tests/test_levels.py -k sign",
     ),
     fault(
@@ -459,6 +501,27 @@ BOOK = [
         "ceilings.fisher",
         "ceilings.fishes",
         "tests/test_book.py -k page_of_the_library",
+    ),
+    fault(
+        "a field of the report that nobody explains",
+        "src/ceilings/report_schema.json",
+        ', "description": "Class of the model in its library."',
+        "",
+        "tests/test_report_fields.py",
+    ),
+    fault(
+        "the page of report.json edited by hand",
+        "book/tool/report.md",
+        "List of objects",
+        "List of things",
+        "tests/test_report_fields.py -k what_the_schema_says",
+    ),
+    fault(
+        "a picture of the report without its colours in the book",
+        "book/_static/custom.css",
+        ".report-part .hollow",
+        ".report-part .hallow",
+        "tests/test_book.py -k pieces_of_a_report",
     ),
     fault(
         "a wrong count in the README", "README.md", "all 40 of", "all 41 of", "tests/test_readme.py -k counts"

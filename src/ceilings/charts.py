@@ -11,7 +11,15 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-__all__ = ["concentration_chart", "distribution_chart", "heat_map", "number", "percent"]
+__all__ = [
+    "concentration_chart",
+    "distribution_chart",
+    "heat_map",
+    "layer_chart",
+    "number",
+    "percent",
+    "signed",
+]
 
 _WIDTH: Final = 420
 _HEIGHT: Final = 270
@@ -64,6 +72,22 @@ def percent(share: float, digits: int = 4) -> str:
     hundredths = 100 * share
     shown = f"{hundredths:.{digits}g}" if hundredths < 10**digits - 0.5 else f"{hundredths:.0f}"
     return f"{shown}\u00a0%"
+
+
+def signed(value: float | None, digits: int = 3) -> str:
+    """Number that may be negative, for a reader.
+
+    Parameters
+    ----------
+    value, digits
+        As in `number`.
+
+    Returns
+    -------
+    str
+        With a minus sign as wide as a plus.
+    """
+    return number(value, digits).replace("-", "−")
 
 
 def heat_map(cells: Mapping[tuple[str, str], float], unit: str, label: str, logarithmic: bool = False) -> str:
@@ -130,52 +154,98 @@ def heat_map(cells: Mapping[tuple[str, str], float], unit: str, label: str, loga
     return _svg(width, height, label, "".join(parts) + ends)
 
 
-def distribution_chart(
-    histogram: Sequence[float], null: Sequence[float] | None, floor: float | None, label: str
-) -> str:
-    """Distribution of tightness over parameters, beside that of shuffled rewards and the noise floor.
+def distribution_chart(histogram: Sequence[float], null: Sequence[float] | None, label: str) -> str:
+    """Distribution of tightness over parameters, beside that of permuted rewards.
 
     Parameters
     ----------
     histogram
-        Share of the parameters in equal bins of [0, 1].
+        Share of the parameters in equal bins of [-1, 1].
     null
-        The same for shuffled rewards.
-    floor
-        Mean where nothing is to be found.
+        The same for permuted rewards; None where tightness is exact, and never negative.
     label
         Description for who cannot see it.
 
     Returns
     -------
     str
-        SVG.
+        SVG, cut where next to nothing is left, with a line at zero.
     """
+    middle = len(histogram) // 2
     both = [max(pair) for pair in zip(histogram, null or histogram, strict=True)]
-    used = max((k for k, share in enumerate(both) if share > 1e-3), default=0) + 1
-    right = min(1.0, max(math.ceil(10 * used / len(both)) / 10, 0.2))
+    used = max((abs(k - middle + 0.5) for k, share in enumerate(both) if share > 1e-3), default=0) + 0.5
+    right = min(1.0, max(math.ceil(10 * used / middle) / 10, 0.2))
+    left = -right if null is not None else 0.0
     top = 1.12 * max(both)
-    x, y = _axis(0, right, _LEFT, _WIDTH - _RIGHT), _axis(0, top, _HEIGHT - _BOTTOM, _TOP)
-    bins = round(right * len(both))
+    x, y = _axis(left, right, _LEFT, _WIDTH - _RIGHT), _axis(0, top, _HEIGHT - _BOTTOM, _TOP)
+    bins = range(middle + round(left * middle), middle + round(right * middle))
 
     def steps(shares: Sequence[float]) -> str:
-        points = [f"{x(0):.1f},{y(0):.1f}"]
-        for k in range(bins):
-            points += [f"{x(edge / len(both)):.1f},{y(shares[k]):.1f}" for edge in (k, k + 1)]
+        points = [f"{x(left):.1f},{y(0):.1f}"]
+        for k in bins:
+            points += [f"{x(edge / middle - 1):.1f},{y(shares[k]):.1f}" for edge in (k, k + 1)]
         return " ".join([*points, f"{x(right):.1f},{y(0):.1f}"])
 
-    parts = [
-        _frame(),
-        _x_ticks({v / 10: f"{v / 10:g}" for v in range(round(right * 10) + 1)}, x, "tightness |ρ|"),
-    ]
+    each = _round_step((right - left) / 4)
+    ticks = {
+        k * each: signed(k * each) for k in range(math.ceil(left / each - 1e-9), int(right / each + 1e-9) + 1)
+    }
+    parts = [_frame(), _x_ticks(ticks, x, "tightness" if null is None else "cross-fitted tightness")]
     step = _round_step(top / 4)
     parts.append(_y_ticks({k * step: percent(k * step) for k in range(int(top / step) + 1)}, y))
     parts.append(f'<polygon class="series fill" points="{steps(histogram)}"/>')
     if null is not None:
         parts.append(f'<polyline class="null line" points="{steps(null)}"/>')
-    if floor is not None and floor < right:
+        at = f'x1="{x(0):.1f}" x2="{x(0):.1f}" y1="{_TOP}" y2="{y(0):.1f}"'
+        parts.append(f'<line class="axis" {at}/>')
+    return _svg(_WIDTH, _HEIGHT, label, "".join(parts))
+
+
+def layer_chart(
+    layers: Sequence[tuple[int, float, float | None, float | None]], reach: float, label: str
+) -> str:
+    """Tightness by layer, with its error, beside what permuted rewards give.
+
+    Parameters
+    ----------
+    layers
+        Number of the layer, mean tightness, standard error, mean of the permuted rewards.
+    reach
+        Standard errors that a bar extends to either side.
+    label
+        Description for who cannot see it.
+
+    Returns
+    -------
+    str
+        SVG, with a line at zero: what crosses it cannot be told from nothing.
+    """
+    ends = [mean + sign * reach * (error or 0.0) for _, mean, error, _ in layers for sign in (-1, 1)]
+    ends += [null for *_, null in layers if null is not None]
+    low, high = min(0.0, *ends), max(1e-9, *ends)
+    low, high = low - 0.06 * (high - low) * (low < 0), high + 0.06 * (high - low)
+    numbers = [layer for layer, *_ in layers]
+    x = _axis(min(numbers) - 0.7, max(numbers) + 0.7, _LEFT, _WIDTH - _RIGHT)
+    y = _axis(low, high, _HEIGHT - _BOTTOM, _TOP)
+    step = _round_step((high - low) / 4)
+    ticks = {
+        k * step: signed(k * step, 2)
+        for k in range(math.ceil(low / step - 1e-9), int(high / step + 1e-9) + 1)
+    }
+    every = max(1, math.ceil(len(layers) / 10))
+    parts = [_y_ticks(ticks, y), _x_ticks({n: str(n) for n in numbers[::every]}, x, "layer")]
+    parts.append(f'<line class="axis" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(0):.1f}" y2="{y(0):.1f}"/>')
+    for layer, mean, error, null in layers:
+        at = f"{x(layer):.1f}"
+        title = f"layer {layer}: {signed(mean)}"
+        if error is not None:
+            title += f" ± {number(error, 2)}"
+            span = f'y1="{y(mean - reach * error):.1f}" y2="{y(mean + reach * error):.1f}"'
+            parts.append(f'<line class="bar series line" x1="{at}" x2="{at}" {span}/>')
+        if null is not None:
+            parts.append(f'<circle class="hollow" cx="{at}" cy="{y(null):.1f}" r="3.2"/>')
         parts.append(
-            f'<line class="floor" x1="{x(floor):.1f}" x2="{x(floor):.1f}" y1="{_TOP}" y2="{y(0):.1f}"/>'
+            f'<circle class="series dot" cx="{at}" cy="{y(mean):.1f}" r="4"><title>{title}</title></circle>'
         )
     return _svg(_WIDTH, _HEIGHT, label, "".join(parts))
 

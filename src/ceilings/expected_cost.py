@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -11,7 +10,12 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-__all__ = ["Cost", "available_memory", "measured_cost"]
+from ceilings.moments import Level
+from ceilings.next_token_cost import next_token_cost
+from ceilings.rollouts import Rollouts
+from ceilings.scores import _NARROW_SEQUENCES
+
+__all__ = ["Cost", "available_memory", "sample_cost"]
 
 _OVERHEAD: Final = 4e8  # bytes of Python, PyTorch and transformers
 _BACKWARD: Final = (
@@ -32,6 +36,8 @@ class Cost:
         Memory of the weights, of the sums, and of one batch.
     seconds
         Time, by a forward pass that was timed; half or double is no surprise.
+    file_bytes
+        What the report's folder will hold.
 
     Units
     -----
@@ -43,6 +49,7 @@ class Cost:
     moment_bytes: float
     batch_bytes: float
     seconds: float
+    file_bytes: float
 
     @property
     def bytes(self) -> float:
@@ -50,49 +57,71 @@ class Cost:
         return self.weight_bytes + self.moment_bytes + self.batch_bytes + _OVERHEAD
 
 
-def measured_cost(
+def sample_cost(
     model: nn.Module,
-    lengths: Sequence[int],
-    rewards: int,
+    rollouts: Rollouts,
+    columns: int,
     batch_size: int,
+    *,
+    level: Level = "sequence",
+    sign_draws: int | None = None,
     new_tokens: int = 0,
     rows: int = 1,
+    exact: bool = False,
 ) -> Cost:
-    """Cost of measuring sequences, and of sampling them first.
+    """Cost of measuring rollouts, and of sampling them first.
 
     Parameters
     ----------
     model
         The model; one short forward pass is timed.
-    lengths
-        Tokens of each sequence.
-    rewards
-        Number of reward columns, K.
+    rollouts
+        Prompts and responses; only their tokens matter.
+    columns
+        Number of reward columns, those of permuted rewards included.
     batch_size
-        Sequences in one pass.
+        Sequences in one pass; tokens where every token is a row.
+    level, sign_draws
+        As in `ceilings.scores.score_moments`.
     new_tokens
         Tokens to sample one after another, over all batches of ``rows`` responses; 0 if nothing is sampled.
     rows
         Responses that are sampled at once.
+    exact
+        Whether the response is one token of which every value counts, as in `ceilings.next_token`.
 
     Returns
     -------
     Cost
         The expectation.
     """
+    lengths = list(rollouts.lengths)
+    by_token = level == "token" and sign_draws is None
+    if by_token:
+        ends = zip(rollouts.prompt_ids, rollouts.response_ids, strict=True)
+        lengths = [len(p) + t for p, r in ends for t in range(1, len(r) + 1)]
     parameters = list(model.parameters())
     count = sum(p.numel() for p in parameters)
     weights = sum(p.numel() * p.element_size() for p in parameters)
-    wide = max(4, *(p.element_size() for p in parameters))
+    # Past so many sequences the engine sums in float64; it sees half of them at a time.
+    wide = 8 if len(rollouts) > 2 * _NARROW_SEQUENCES else max(4, *(p.element_size() for p in parameters))
     longest = max(lengths)
     tokens = min(batch_size, len(lengths)) * longest
-    seconds = _seconds(model, max(1, min(len(lengths), _PASS_TOKENS // longest)), min(longest, _PASS_TOKENS))
-    total = _BACKWARD * seconds * sum(lengths)
+    each = _seconds(model, max(1, min(len(lengths), _PASS_TOKENS // longest)), min(longest, _PASS_TOKENS))
+    total = (1 + (_BACKWARD - 1) * (1 + (sign_draws or 0))) * each * sum(lengths)
     if new_tokens:
         total += 1.3 * new_tokens * _seconds(model, rows, 1) * rows
     vocabulary, layers, width, inner = _shape(model)
-    activations = tokens * wide * (3 * vocabulary + layers * (12 * width + 4 * inner))
-    return Cost(count, weights, count * wide * (2 + rewards), activations, total)
+    batch: float = (
+        tokens * max(4, parameters[0].element_size()) * (3 * vocabulary + layers * (12 * width + 4 * inner))
+    )
+    if level == "next-token":
+        padded = rollouts.padded()
+        total += next_token_cost(model, padded.input_ids, padded.response_mask, padded.attention_mask).seconds
+        batch += 8e8  # one pass for many directions of the head's covariance at once
+    sums = count * wide * ((1 if exact else 2) + columns)
+    files = (1 if exact else 2) * sums + 3 * count * wide
+    return Cost(count, weights, sums, batch, total, files)
 
 
 @torch.no_grad()

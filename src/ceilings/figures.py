@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib.resources import files
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -173,15 +173,18 @@ def null_rows(ax: Axes, rows: Mapping[str, Tensor], results: Mapping[str, float]
         raise ValueError(
             f"no null model is given for {sorted(strangers)}: a result cannot be read without its nulls"
         )
+    # A diamond is hollow, so that it hides none of the dots that it is to be read against.
+    style = {"marker": "D", "mec": COLOURS["gradient"], "mfc": "none", "mew": 1.8}
+    diamond: dict[str, Any] = style | {"ms": 7.5, "ls": ""}
     for y, (name, draws) in enumerate(reversed(list(rows.items()))):
         values = draws.detach().double()
         if len(values) >= 5:
             low, high = torch.quantile(values, torch.tensor([0.05, 0.95], dtype=torch.float64)).tolist()
-            ax.plot([low, high], [y, y], color=COLOURS["null"], lw=7, alpha=0.35, solid_capstyle="butt")
+            ax.barh(y, high - low, left=low, height=0.5, color=COLOURS["null"], alpha=0.35, lw=0)
         ax.plot(values, [y] * len(values), "o", color=COLOURS["null"], ms=4)
         if name in results:
-            ax.plot([results[name]], [y], "D", color=COLOURS["gradient"], ms=7)
-    ax.plot([], [], "D", color=COLOURS["gradient"], ms=7, label="measured")
+            ax.plot([results[name]], [y], **diamond)
+    ax.plot([], [], label="measured", **diamond)
     ax.plot([], [], "o", color=COLOURS["null"], ms=4, label="null model")
     ax.axvline(chance, color="#444444", lw=0.8, ls=":", label="chance")
     ax.set_yticks(range(len(rows)), list(rows)[::-1])

@@ -110,7 +110,7 @@ def _object(row: str, where: str) -> dict[str, Any]:
         values = json.loads(row)
     except json.JSONDecodeError as error:
         raise ValueError(
-            f"{where}: not complete JSON ({error.msg} at column {error.colno}); "
+            f"{where}: not complete JSON ({error.msg.removesuffix(' at')} at column {error.colno}); "
             "correct the line, or delete it if the file was cut short"
         ) from None
     if not isinstance(values, dict):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import dataclass
+from typing import Any, Final
 
 from ceilings.console import (
     OK,
@@ -17,10 +18,7 @@ from ceilings.console import (
     positive,
 )
 
-if TYPE_CHECKING:
-    from ceilings.measure_command import MeasureOptions
-
-__all__ = ["add_measure", "run_measure"]
+__all__ = ["MeasureOptions", "add_measure", "run_measure"]
 
 _CODES: Final = """\
 exit codes:
@@ -43,16 +41,61 @@ examples:
   reward what matches a pattern, or what a function of yours says: score(response, line) -> number
       ceilings measure my-model/ --prompts prompts.jsonl --reward 'regex:\\\\b4\\\\b' --out run
       ceilings measure my-model/ --prompts prompts.jsonl --reward my_rewards:score --out run
+  several rewards at once, on the same responses
+      ceilings measure smollm2 --prompts prompts.jsonl --reward exact --reward 'regex:\\.$' --out run
   rollouts with rewards, as a trainer logged them (token ids are better than text)
       ceilings measure my-model/ --rollouts rollouts.jsonl --centre-by-group --out run
           rollouts.jsonl: {"prompt_ids": [1, 15], "response_ids": [7, 2], "reward": 1.0, "group": 0}
                       or: {"prompt": "2 + 2 =", "response": " 4", "reward": 1.0}
+                      or: {"prompt": "2 + 2 =", "response": " 4", "rewards": {"exact": 1.0, "length": 0.3}}
   every next token, exactly: where does a reward for "tea" push, and where one for "coffee"?
       ceilings measure smollm2 --next-token "She drank a cup of" --options tea coffee --out run
 
 Stop with Ctrl-C: what is done is kept, and the same command goes on. A report is one page, DIR/report.html, with
 all numbers in DIR/report.json.
 """
+
+
+@dataclass(frozen=True)
+class MeasureOptions:
+    """Options of ``ceilings measure``; its help says what they mean."""
+
+    model: str
+    out: str
+    rollouts: str | None = None
+    prompts: str | None = None
+    reward: tuple[str, ...] = ()
+    samples: int = 8
+    max_new_tokens: int = 64
+    next_token: str | None = None
+    options: tuple[str, ...] = ()
+    level: str = "sequence"
+    sign_draws: int | None = None
+    centre_by_group: bool = False
+    permutations: int = 2
+    seed: int = 0
+    dtype: str = "float32"
+    device: str = "cpu"
+    batch_size: int = 8
+    checkpoint_seconds: float = 60.0
+    dry_run: bool = False
+    yes: bool = False
+
+    def result_config(self) -> dict[str, Any]:
+        """Options on which the result depends, beyond rounding."""
+        names = (
+            "model rollouts prompts reward samples max_new_tokens next_token options level sign_draws "
+            "centre_by_group permutations seed dtype"
+        ).split()
+        config = {name: getattr(self, name) for name in names}
+        config |= {"options": list(self.options), "reward": list(self.reward)}
+        if self.prompts is None:
+            config |= {"samples": None, "max_new_tokens": None}
+        if self.next_token is not None:
+            config |= {"level": "next-token", "permutations": 0}
+        if self.sign_draws is not None:
+            config["batch_size"] = self.batch_size  # the signs are drawn batch by batch
+        return config
 
 
 def add_measure(commands: Any) -> None:
@@ -87,18 +130,43 @@ def add_measure(commands: Any) -> None:
         "--next-token", metavar="TEXT", help="every next token after this prompt, in exact expectation"
     )
     group = command.add_argument_group("with --prompts")
-    group.add_argument("--reward", metavar="RULE", help="exact, exact:TEXT, regex:PATTERN or module:function")
+    group.add_argument(
+        "--reward",
+        metavar="RULE",
+        action="append",
+        help="exact, exact:TEXT, regex:PATTERN or module:function; may be given again for further rewards",
+    )
     group.add_argument("--samples", metavar="G", type=positive, help="responses to each prompt (8)")
     group.add_argument("--max-new-tokens", metavar="T", type=positive, help="longest response (64)")
     group = command.add_argument_group("with --next-token")
     group.add_argument(
         "--options", metavar="WORD", nargs="+", help="words of one token; the first is the reward"
     )
-    group.add_argument("--yes", action="store_true", help="start even if it takes hours")
+    group = command.add_argument_group("with --rollouts or --prompts")
+    group.add_argument(
+        "--level",
+        choices=("sequence", "token", "next-token"),
+        help="whose squares make the Fisher information: whole responses (the default), their tokens, or every token "
+        "that could stand there, exactly: ever less noise, ever more time",
+    )
+    group.add_argument(
+        "--sign-draws",
+        metavar="K",
+        type=positive,
+        help="with --level token: K backward passes with random signs, unbiased, in place of one a token",
+    )
+    group.add_argument(
+        "--permutations",
+        metavar="P",
+        type=positive,
+        default=2,
+        help="permuted copies of the reward, to see what chance gives (2); each needs as much memory as the gradient",
+    )
     group = command.add_argument_group("how")
     group.add_argument(
         "--centre-by-group", action="store_true", help="subtract from each reward the mean of its group"
     )
+    group.add_argument("--yes", action="store_true", help="start an exact measurement even if it takes hours")
     group.add_argument("--seed", type=int, default=0, help="seed of sampling and shuffling (0)")
     group.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float64"), default="float32", help="of the weights"
@@ -186,11 +254,17 @@ def _options(found: argparse.Namespace) -> MeasureOptions:
         parser.error("--next-token and --options go together")
     if found.next_token is not None and found.centre_by_group:
         parser.error("--centre-by-group does not go with --next-token: there is one prompt only")
-    from ceilings.measure_command import MeasureOptions
-
+    if found.next_token is not None and found.level is not None:
+        parser.error("--level does not go with --next-token: that is a level of its own")
+    if found.sign_draws is not None and found.level != "token":
+        parser.error("--sign-draws goes with --level token only")
+    if found.reward is not None and len(set(found.reward)) < len(found.reward):
+        parser.error("two of the --reward are the same: give each once")
     given: dict[str, Any] = {
         k: v for k, v in vars(found).items() if k not in ("command", "run") and v is not None
     }
     if found.options is not None:
         given["options"] = tuple(found.options)
+    if found.reward is not None:
+        given["reward"] = tuple(found.reward)
     return MeasureOptions(**given)

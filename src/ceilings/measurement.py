@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from ceilings.moments import ScoreMoments
+from ceilings.moments import Level, ScoreMoments
 from ceilings.rollouts import Rollouts
 from ceilings.scores import ScoreAccumulator
+from ceilings.uncertainty import with_permuted
 
-__all__ = ["SHUFFLED", "Checkpoint", "Interrupted", "measure_rollouts", "reward_columns"]
-
-#: Name of the reward that was dealt out anew: what tightness looks like when there is nothing to find.
-SHUFFLED = "shuffled"
+__all__ = ["Checkpoint", "Interrupted", "measure_rollouts", "reward_columns"]
 
 
 class Interrupted(Exception):
@@ -41,39 +40,50 @@ class Checkpoint:
 
 
 def reward_columns(
-    rollouts: Rollouts, centre_by_group: bool, generator: torch.Generator
+    rewards: Tensor,
+    names: tuple[str, ...],
+    groups: Sequence[int],
+    folds: Sequence[Sequence[int]],
+    permutations: int,
+    generator: torch.Generator,
 ) -> tuple[Tensor, tuple[str, ...]]:
-    """Reward of every rollout, and the same rewards shuffled.
+    """Rewards, and permuted copies of the first that know nothing of the responses.
 
     Parameters
     ----------
-    rollouts
-        The rollouts.
-    centre_by_group
-        Whether to subtract the mean of the group.
+    rewards, names
+        One column a reward, and their names.
+    groups
+        Group of each response. Rewards are permuted within groups, which keeps what is common to a group on both
+        sides; those of groups of one are permuted among themselves.
+    folds
+        Rows of each fold; nothing is permuted from one to another, so that the folds stay independent.
+    permutations
+        Number of copies, P.
     generator
-        Source of the shuffling.
+        Source of the permutations.
 
     Returns
     -------
     tuple
-        The columns and their names, ``reward`` and `SHUFFLED`.
+        The columns and their names; a copy is called ``permuted-0`` and so on.
 
     Shapes
     ------
-    (N, 2).
+    rewards (N, K) -> (N, K + P).
 
     Units
     -----
     [R].
     """
-    raw = rollouts.rewards.double()
-    shuffled = rollouts.shuffled_rewards(generator)
-    if centre_by_group:
-        mean = raw - rollouts.centred_rewards()
-        # The mean of a group survives shuffling within it; with groups of one there is nothing to centre.
-        raw, shuffled = raw - mean, shuffled - mean
-    return torch.stack([raw, shuffled], 1), ("reward", SHUFFLED)
+    sizes = Counter(groups)
+    labels = torch.tensor([group if sizes[group] > 1 else -1 for group in groups])
+    columns = torch.zeros(len(rewards), permutations, dtype=torch.float64)
+    copies: tuple[str, ...] = ()
+    for rows in map(list, folds):
+        mixed, (_, *copied) = with_permuted(rewards[rows, 0].double(), permutations, generator, labels[rows])
+        columns[rows], copies = mixed[:, 1:], tuple(copied)
+    return torch.cat([rewards.double(), columns], 1), (*names, *copies)
 
 
 def measure_rollouts(
@@ -83,9 +93,13 @@ def measure_rollouts(
     reward_names: tuple[str, ...],
     *,
     batch_size: int = 8,
+    level: Level = "sequence",
+    sign_draws: int | None = None,
+    seed: int = 0,
     checkpoint: Checkpoint | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
     stop: Callable[[], bool] = lambda: False,
+    slow: Callable[[float], None] = lambda seconds: None,
 ) -> ScoreMoments:
     """Score moments of rollouts, batch by batch.
 
@@ -98,13 +112,20 @@ def measure_rollouts(
     rewards, reward_names
         One column a reward, and their names.
     batch_size
-        Sequences in one pass.
+        Sequences in one pass; tokens where every token is a row.
+    level, sign_draws
+        As in `ceilings.scores.score_moments`.
+    seed
+        Of the signs. They are drawn anew for every batch from its place in the order, so a run that was stopped
+        goes on with the signs that it would have had.
     checkpoint
         Where to save on the way and to resume from; None to keep nothing.
     progress
         Told after every batch how many sequences are done, and of how many.
     stop
         Asked after every batch whether to stop.
+    slow
+        Told at the end how many seconds the parameters without a fast rule took.
 
     Returns
     -------
@@ -128,7 +149,10 @@ def measure_rollouts(
     into memory is the first one. The count in the file of moments says where to go on.
     """
     order = sorted(range(len(rollouts)), key=lambda row: -rollouts.lengths[row])
-    accumulator = ScoreAccumulator(model, reward_names, batch_size)
+    signs = None if sign_draws is None else torch.Generator()
+    accumulator = ScoreAccumulator(
+        model, reward_names, batch_size, level=level, sign_draws=sign_draws, generator=signs
+    )
     done = 0
     if checkpoint is not None and checkpoint.path.exists():
         saved = ScoreMoments.load(checkpoint.path)
@@ -145,6 +169,8 @@ def measure_rollouts(
     while done < len(rollouts):
         rows = order[done : done + batch_size]
         padded = rollouts.take(rows).padded()
+        if signs is not None:
+            signs.manual_seed((seed << 32) + done)
         accumulator.add(
             padded.input_ids.to(device),
             padded.response_mask.to(device),
@@ -161,4 +187,5 @@ def measure_rollouts(
             pause = max(checkpoint.seconds, 20 * (last - started)) if checkpoint.seconds else 0.0
         if stopping:
             raise Interrupted
+    slow(accumulator.slow_seconds)
     return accumulator.moments()

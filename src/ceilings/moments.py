@@ -307,6 +307,45 @@ class ScoreMoments:
         std = self.reward_std(reward)
         return {name: std * f.sqrt() for name, f in self.diagonal_fisher().items()}
 
+    def alone(self, name: str) -> ScoreMoments:
+        """Moments of one parameter.
+
+        Parameters
+        ----------
+        name
+            Its name.
+
+        Returns
+        -------
+        ScoreMoments
+            With the same rewards; shares its tensors.
+        """
+        parts: dict[str, Any] = {part: {name: getattr(self, part)[name]} for part in _PARTS}
+        return dataclasses.replace(self, **parts)
+
+    def for_rewards(self, names: tuple[str, ...]) -> ScoreMoments:
+        """Moments with some of the rewards.
+
+        Parameters
+        ----------
+        names
+            Their names.
+
+        Returns
+        -------
+        ScoreMoments
+            Of the same parameters; shares its other tensors.
+
+        Raises
+        ------
+        ValueError
+            If there is no such reward.
+        """
+        rows = [self._row(name) for name in names]
+        sums: dict[str, Any] = {part: getattr(self, part)[rows] for part in _REWARD_PARTS}
+        chosen = {name: t[rows] for name, t in self.reward_scores.items()}
+        return dataclasses.replace(self, reward_scores=chosen, reward_names=names, **sums)
+
     def tightness(self, reward: str | None = None) -> dict[str, Tensor]:
         r"""Share of the ceiling in use, :math:`|\operatorname{Corr}(R, s_i)|`.
 
@@ -318,7 +357,9 @@ class ScoreMoments:
         Returns
         -------
         dict
-            Values in [0, 1]; NaN where the reward or the score does not vary by more than rounding.
+            Values in [0, 1]; NaN where the reward or the score does not vary by more than rounding. Samples at
+            another level than ``"sequence"`` may exceed 1: g and F then come from different scores, and only
+            their expectations obey the ceiling.
 
         Shapes
         ------
@@ -339,7 +380,14 @@ class ScoreMoments:
                 _RESOLUTION * torch.finfo(fisher[name].dtype).eps * self.squares[name] / self.weight_sum
             )
             varies = (fisher[name] > rounding) & self._reward_varies(reward)
-            result[name] = torch.where(varies, (gradient[name].abs() / ceiling[name]).clamp_max(1), torch.nan)
+            ratio = gradient[name].abs() / ceiling[name]
+            # Where one law gives both moments, what exceeds 1 is rounding. Elsewhere it is not to be hidden.
+            one_law = self.level == "sequence" or (self.level, self.weighting) == (
+                "next-token",
+                "probabilities",
+            )
+            ratio = ratio.clamp_max(1) if one_law else ratio
+            result[name] = torch.where(varies, ratio, torch.nan)
         return result
 
     def merge(self, other: ScoreMoments) -> ScoreMoments:
@@ -431,13 +479,15 @@ class ScoreMoments:
         write_tensors(path, tensors, {field: getattr(self, field) for field in _HEADER})
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> ScoreMoments:
+    def load(cls, path: str | os.PathLike[str], name: str | None = None) -> ScoreMoments:
         """Read what `save` wrote.
 
         Parameters
         ----------
         path
             The file.
+        name
+            The one parameter to read, where all of them would need too much memory; None for all.
 
         Returns
         -------
@@ -447,15 +497,39 @@ class ScoreMoments:
         Raises
         ------
         ValueError
-            If the file does not hold score moments, or those of another version.
+            If the file does not hold score moments, or those of another version, or none of that parameter.
         """
-        header, tensors = read_tensors(path)
+        header, tensors = read_tensors(path, lambda key: name in (None, key.partition("/")[2] or name))
         if header.get("version") != VERSION:
             raise ValueError(f"{path}: {_UNKNOWN_VERSION.format(header.get('version'))}")
+        names = header["names"] if name is None else [name]
+        if not set(names) <= set(header["names"]):
+            raise ValueError(f"{path} holds no parameter called {name!r}: it has {header['names'][0]!r}, …")
         fields: dict[str, Any] = {part: tensors[part] for part in _REWARD_PARTS}
-        fields |= {part: {name: tensors[f"{part}/{name}"] for name in header["names"]} for part in _PARTS}
+        fields |= {part: {key: tensors[f"{part}/{key}"] for key in names} for part in _PARTS}
         fields |= {f: tuple(v) if isinstance(v := header[f], list) else v for f in _HEADER if f != "names"}
         return cls(**fields)
+
+    @staticmethod
+    def stored_header(path: str | os.PathLike[str]) -> dict[str, Any]:
+        """What a file of moments holds, without reading its tensors.
+
+        Parameters
+        ----------
+        path
+            The file.
+
+        Returns
+        -------
+        dict
+            ``names``, ``count``, ``reward_names`` and the other plain fields.
+
+        Raises
+        ------
+        ValueError
+            If the file does not hold score moments.
+        """
+        return read_tensors(path, lambda key: False)[0]
 
     def _row(self, reward: str | None) -> int:
         """Index of one reward."""

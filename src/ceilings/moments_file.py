@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -41,13 +42,17 @@ def write_tensors(path: str | os.PathLike[str], tensors: dict[str, Tensor], head
         raise
 
 
-def read_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read_tensors(
+    path: str | os.PathLike[str], wanted: Callable[[str], bool] = lambda name: True
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Read what `write_tensors` wrote.
 
     Parameters
     ----------
     path
         The file.
+    wanted
+        Whether to read the tensor of a name; the others cost neither time nor memory.
 
     Returns
     -------
@@ -64,7 +69,7 @@ def read_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str
     try:
         with safe_open(os.fspath(path), framework="pt") as file:
             header = _header(file.metadata(), path)
-            return header, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return header, {name: file.get_tensor(name) for name in file.keys() if wanted(name)}  # noqa: SIM118
     except SafetensorError as error:
         raise ValueError(f"{path} is not a complete safetensors file ({error}): write it again") from error
 

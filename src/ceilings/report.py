@@ -11,17 +11,14 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
 
-from ceilings.charts import number, percent
+from ceilings.charts import number, percent, signed
+from ceilings.evidence import critical_value
 
 __all__ = ["VERSION", "caveats", "conclusions", "package_versions", "schema", "write_json"]
 
 #: Version of the layout of ``report.json``.
-VERSION: Final = 1
+VERSION: Final = 2
 
-# How far mean tightness must exceed its nulls before the words call it a finding. Parameters share the responses, so
-# their tightness rises and falls together: if all were one, |ρ̂| would exceed twice its root mean square in one
-# sample of 22 by chance.
-_SIGNAL: Final = 2.0
 _OFF_POLICY: Final = 10.0  # a mean score this far from zero is no accident even if one direction carries all
 
 
@@ -108,41 +105,62 @@ def conclusions(report: Mapping[str, Any]) -> list[str]:
     if report["top_rows"]:
         row = report["top_rows"][0]
         called = f" ({row['label']!r})" if row["label"] else ""
-        used = row["gradient_norm"] / row["ceiling"] if row["ceiling"] else 0.0
+        share = row["energy_share"]
+        used = (
+            ""
+            if share is None
+            else f", and this reward uses {percent(share**0.5, 2)} of that"
+            if share > 0
+            else ", of which this sample shows no use beyond noise"
+        )
         sentences.append(
             f"The row with the most room is row {row['row']}{called} of {row['name']}: the norm of its gradient "
-            f"can reach {number(row['ceiling'])}, and this reward uses {percent(used, 2)} of that."
+            f"can reach {number(row['ceiling'])}{used}."
         )
+    for reward in report["rewards"][1:] if report["tightness"]["estimate"] == "cross-fitted" else ():
+        sentences.append(f"The reward {reward['name']}: {_verdict(reward['tightness'])}.")
     return sentences
 
 
 def _signal(report: Mapping[str, Any]) -> str:
-    """What tightness says beside its nulls."""
+    """What tightness says beside what chance gives."""
     tightness, uncertainty = report["tightness"], report["uncertainty"]
+    if tightness["estimate"] == "none":
+        return (
+            f"How much of the ceiling this reward uses cannot be said from {report['sample']['responses']} responses: "
+            "what one half suggests must be tried on the other, and that takes at least four."
+        )
     if tightness["mean"] is None:
         return "Tightness is undefined everywhere: neither the reward nor any score varies beyond rounding."
-    if uncertainty["kind"] == "exact":
+    if tightness["estimate"] == "exact":
         return (
             f"How much of the ceiling this reward uses: half of the parameters use at most "
             f"{percent(tightness['quantiles']['0.5'], 2)} of theirs, one in a hundred more than "
             f"{percent(tightness['quantiles']['0.99'], 2)}. The expectation is exact, so this is no sampling noise."
         )
-    nulls = [uncertainty["noise_floor"]]
-    shuffled = uncertainty["shuffled_tightness"]
-    if shuffled and shuffled["mean"] is not None:
-        nulls.append(shuffled["mean"])
-    said = f"{tightness['mean']:.3f} on average; √(2/(πN)) = {nulls[0]:.3f} is what no relation at all would give"
-    if len(nulls) > 1:
-        said += f", and {nulls[1]:.3f} is what the same rewards gave after shuffling"
-    if tightness["mean"] < _SIGNAL * max(nulls):
+    size = uncertainty["effective_size"]
+    worth = "" if size is None else f" The sample is worth about {number(size)} independent responses."
+    return (
+        f"How much of the ceiling this reward uses: {_verdict(tightness)}. One half of the responses tried what the "
+        f"other suggested; rewards dealt out anew gave {signed(uncertainty['permuted_mean'])} in the same way.{worth}"
+    )
+
+
+def _verdict(tightness: Mapping[str, Any]) -> str:
+    """Whether a cross-fitted mean is more than chance."""
+    mean, error = tightness["mean"], tightness["standard_error"]
+    if mean is None or error is None:
+        return "undefined, the reward does not vary"
+    limit = critical_value(tightness["degrees_of_freedom"]) * error
+    said = f"mean tightness {signed(mean)}, standard error {number(error, 2)}"
+    if mean > limit:
         return (
-            f"How much of the ceiling this reward uses cannot be told from noise here: tightness is {said}. Parameters "
-            "share the responses and their tightness rises and falls together, so less than twice the noise says "
-            "nothing. Read no single parameter's tightness or gradient as a finding; take more responses."
+            f"{said}, which is more than chance gives in one sample of twenty. That belongs to the parameters "
+            "together; single ones still carry the noise"
         )
     return (
-        f"This reward uses more of the ceiling than noise would: tightness is {said}. "
-        "The excess belongs to the parameters together; single ones still carry the noise."
+        f"{said}, which cannot be told from noise. Read no single parameter's tightness or gradient as a finding; "
+        "take more responses"
     )
 
 
@@ -162,15 +180,8 @@ def caveats(report: Mapping[str, Any]) -> list[str]:
     sample, uncertainty = report["sample"], report["uncertainty"]
     sentences = []
     if uncertainty["kind"] == "sampled":
-        sentences.append(
-            "No estimated gradient exceeds its estimated ceiling. That holds in every sample by arithmetic "
-            "(Cauchy–Schwarz with one mean and one divisor) and is no evidence for anything."
-        )
-        sentences.append(
-            f"{sample['responses']} responses to {sample['groups']} prompts: responses to one prompt share what the "
-            "prompt does, so the floor √(2/(πN)) is optimistic, and so it is for heavy-tailed scores. The shuffled "
-            "rewards are one shuffle, not a test of each parameter."
-        )
+        sentences.append(_on_the_bound(report))
+        sentences.append(_on_halves(report))
         ratio = uncertainty["mean_score_ratio"]
         if ratio is not None and ratio > _OFF_POLICY:
             sentences.append(
@@ -204,8 +215,47 @@ def caveats(report: Mapping[str, Any]) -> list[str]:
     )
     slow = report["model"]["slow_parameters"]
     if slow:
+        model = report["model"]
         sentences.append(
-            f"{len(slow)} parameter tensors had no fast rule and took one backward pass a response; their values are "
-            f"as exact as the others: {', '.join(slow[:4])}{', …' if len(slow) > 4 else ''}."
+            f"{len(slow)} parameter tensors had no fast rule and took one backward pass a response, "
+            f"{number(model['slow_seconds'])} seconds or {percent(model['slow_share'], 2)} of the measuring; their "
+            f"values are as exact as the others: {', '.join(slow[:4])}{', …' if len(slow) > 4 else ''}."
         )
     return sentences
+
+
+def _on_the_bound(report: Mapping[str, Any]) -> str:
+    """Why the bound is not tested here."""
+    if report["config"]["level"] == "sequence":
+        return (
+            "No estimated gradient exceeds its estimated ceiling. That holds in every sample by arithmetic "
+            "(Cauchy–Schwarz with one mean and one divisor) and is no evidence for anything."
+        )
+    above, count = report["uncertainty"]["above_one"], report["model"]["parameters"]
+    return (
+        "The ceiling comes from the scores of tokens and the gradient from those of whole responses: only their "
+        f"expectations obey the bound, and in this sample {above:,} of {count:,} estimated gradients exceed it. "
+        "Neither that number nor a smaller one is evidence."
+    )
+
+
+def _on_halves(report: Mapping[str, Any]) -> str:
+    """What the error of tightness stands for."""
+    sample, uncertainty = report["sample"], report["uncertainty"]
+    of = f"{sample['responses']} responses to {sample['groups']} prompts"
+    if uncertainty["halves"] is None:
+        return f"{of} are too few for two halves, so no tightness is reported."
+    kept = {
+        "groups": "Prompts went whole to one half, so the error covers other responses and other prompts",
+        "responses": "Responses were dealt out one by one, so the error covers other responses to these prompts only",
+    }[uncertainty["halves"]]
+    inside, floors = (
+        uncertainty["in_sample_mean"],
+        [uncertainty["noise_floor"], uncertainty["permutation_floor"]],
+    )
+    without = "" if floors[1] is None else f", and the permuted rewards give {number(floors[1])}"
+    return (
+        f"{of}, split at random. {kept}; it comes from few draws itself. Without the split the mean |ρ̂| would read "
+        f"{number(inside)}, of which √(2/(πN)) = {number(floors[0])} is what no relation at all gives{without}: it is "
+        "reported for comparison and is no evidence."
+    )

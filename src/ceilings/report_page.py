@@ -8,7 +8,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
 from typing import Any, Final
 
-from ceilings.charts import concentration_chart, distribution_chart, heat_map, number, percent
+from ceilings.charts import (
+    concentration_chart,
+    distribution_chart,
+    heat_map,
+    layer_chart,
+    number,
+    percent,
+    signed,
+)
+from ceilings.evidence import critical_value
 
 __all__ = ["page"]
 
@@ -33,8 +42,8 @@ def page(report: Mapping[str, Any]) -> str:
         _tiles(report),
         f"<section><h2>What this says</h2>{_list(report['conclusions'])}</section>",
         f'<div class="pair">{_ceiling_map(report)}{_tightness_map(report)}</div>',
-        f'<div class="pair">{_distribution(report)}{_concentration(report)}</div>',
-        _options(report),
+        f'<div class="pair">{_layers(report)}{_distribution(report)}</div>',
+        f'<div class="pair">{_concentration(report)}{_rewards(report)}</div>',
         f'<div class="pair">{_rows(report)}{_parameters(report)}</div>',
         f"<section><h2>What this does not say</h2>{_list(report['caveats'])}</section>",
         _every_tensor(report),
@@ -54,7 +63,7 @@ def _head(report: Mapping[str, Any]) -> str:
     """Title and one sentence on what was measured."""
     sample, config = report["sample"], report["config"]
     model = html.escape(str(config["model"]))
-    if config["level"] == "next-token":
+    if config["next_token"] is not None:
         done = (
             f"Every next token after “{html.escape(config['next_token'])}”, with its probability; the reward is 1 for "
             f"“{html.escape(config['options'][0])}” and 0 for all else."
@@ -65,6 +74,9 @@ def _head(report: Mapping[str, Any]) -> str:
             f"{sample['responses']:,} responses to {sample['groups']:,} prompts "
             f"({sample['response_tokens']:,} tokens), {came}."
         )
+        if config["level"] != "sequence":
+            whose = {"token": "the sampled tokens", "next-token": "every token that could stand there"}
+            done += f" The Fisher information is that of {whose[config['level']]}."
     return (
         f"<header><h1>How far can this reward push <code>{model}</code>?</h1>"
         f'<p class="soft">{done} In every parameter the gradient of the expected reward is at most the ceiling '
@@ -75,8 +87,13 @@ def _head(report: Mapping[str, Any]) -> str:
 def _tiles(report: Mapping[str, Any]) -> str:
     """Four numbers to begin with."""
     reward, tightness = report["rewards"][0], report["tightness"]
-    floor = report["uncertainty"]["noise_floor"]
-    beside = "exact, no noise" if floor is None else f"noise alone: {number(floor)}"
+    error = tightness["standard_error"]
+    beside = {
+        "exact": "exact, no noise",
+        "none": "too few responses",
+        "cross-fitted": "one half tries the other",
+    }
+    shown_error = "" if error is None else f" ± {number(error, 2)}"
     tiles = [
         (f"{report['model']['parameters']:,}", "parameters, tied ones once"),
         (f"{number(reward['mean'])} ± {number(reward['std'])}", "mean reward ± its standard deviation"),
@@ -84,30 +101,29 @@ def _tiles(report: Mapping[str, Any]) -> str:
             percent(report["fisher"]["share_in_top"]["0.01"], 2),
             "of the squared ceiling is in the top 1\u00a0% of parameters",
         ),
-        (number(tightness["mean"]), f"mean tightness ({beside})"),
+        (f"{signed(tightness['mean'])}{shown_error}", f"mean tightness ({beside[tightness['estimate']]})"),
     ]
     shown = "".join(f'<div class="tile"><b>{value}</b><span>{what}</span></div>' for value, what in tiles)
     return f'<div class="tiles">{shown}</div>'
 
 
-def _cells(report: Mapping[str, Any], value: str) -> dict[tuple[str, str], float]:
-    """Root mean squares by layer and matrix; what is outside the layers has a row of its own."""
-    squares: dict[tuple[str, str], float] = {}
+def _cells(report: Mapping[str, Any], value: str, power: int) -> dict[tuple[str, str], float]:
+    """Means of a power by layer and matrix; what is outside the layers is told in words."""
+    sums: dict[tuple[str, str], float] = {}
     counts: dict[tuple[str, str], int] = {}
-    # Columns in the order of the model, the layers before what surrounds them.
-    for tensor in sorted(report["tensors"], key=lambda t: t["layer"] is None):
+    for tensor in report["tensors"]:
         if tensor["layer"] is None or tensor[value] is None:
             continue
         place = (str(tensor["layer"]), _short(tensor["matrix"]))
         weight = tensor["parameters"] - (tensor["tightness_undefined"] if value != "ceiling_rms" else 0)
-        squares[place] = squares.get(place, 0.0) + weight * tensor[value] ** 2
+        sums[place] = sums.get(place, 0.0) + weight * tensor[value] ** power
         counts[place] = counts.get(place, 0) + weight
-    return {place: math.sqrt(total / counts[place]) for place, total in squares.items() if counts[place]}
+    return {place: total / counts[place] for place, total in sums.items() if counts[place]}
 
 
 def _ceiling_map(report: Mapping[str, Any]) -> str:
     """Ceilings by layer and matrix."""
-    cells = _cells(report, "ceiling_rms")
+    cells = {place: math.sqrt(square) for place, square in _cells(report, "ceiling_rms", 2).items()}
     if not cells:
         return ""
     picture = heat_map(
@@ -122,21 +138,21 @@ def _ceiling_map(report: Mapping[str, Any]) -> str:
 
 def _tightness_map(report: Mapping[str, Any]) -> str:
     """Tightness by layer and matrix."""
-    cells = _cells(report, "tightness_rms")
+    cells = {place: max(mean, 0.0) for place, mean in _cells(report, "tightness_mean", 1).items()}
     if not cells:
         return ""
-    picture = heat_map(cells, "tightness", "Root mean square tightness by layer and matrix")
-    floor = report["uncertainty"]["noise_floor"]
-    effective = report["uncertainty"]["effective_size"]
+    picture = heat_map(cells, "tightness", "Mean tightness by layer and matrix")
+    errors = sorted(t["tightness_error"] for t in report["tensors"] if t["tightness_error"] is not None)
     beside = (
         "The expectation is exact."
-        if floor is None
-        else f"Noise alone gives about {number(1 / math.sqrt(effective))} everywhere: such differences mean nothing."
+        if not errors
+        else f"Cross-fitted: zero, or below and shown as zero, where there is nothing to see. The standard error of a "
+        f"cell is {number(errors[len(errors) // 2], 2)} in the middle: smaller differences mean nothing."
     )
     return (
         "<section><h2>Tightness by layer and matrix</h2>"
-        f'<p class="soft small">Root mean square of |ρ|, the share of the ceiling in use. {beside} '
-        f"{_outside(report, 'tightness_rms')}</p>{picture}</section>"
+        f'<p class="soft small">Mean of |ρ|, the share of the ceiling in use. {beside} '
+        f"{_outside(report, 'tightness_mean')}</p>{picture}</section>"
     )
 
 
@@ -147,8 +163,34 @@ def _outside(report: Mapping[str, Any], value: str) -> str:
         return ""
     return (
         "Outside the layers: "
-        + ", ".join(f"{html.escape(_short(t['matrix']))} {number(t[value])}" for t in found[:4])
+        + ", ".join(f"{html.escape(_short(t['matrix']))} {signed(t[value])}" for t in found[:4])
         + "."
+    )
+
+
+def _layers(report: Mapping[str, Any]) -> str:
+    """Tightness by layer against what chance gives."""
+    layers = [
+        (row["layer"], row["tightness_mean"], row["tightness_error"], row["permuted_mean"])
+        for row in report["layers"]
+        if row["tightness_mean"] is not None
+    ]
+    if not layers:
+        return ""
+    exact = report["tightness"]["estimate"] == "exact"
+    reach = critical_value(report["tightness"]["degrees_of_freedom"])
+    picture = layer_chart(layers, reach, "Mean tightness by layer, with its error")
+    key = [("series", "this reward" if exact else f"this reward, ± {number(reach)} standard errors")]
+    if not exact:
+        key.append(("null", "permuted rewards"))
+    said = (
+        "Mean tightness of the parameters of each layer, exact over the vocabulary."
+        if exact
+        else "Mean cross-fitted tightness of the parameters of each layer. A bar that crosses zero says that chance "
+        "would give as much; layers share the responses, so they go up and down together."
+    )
+    return (
+        f'<section><h2>Tightness by layer</h2><p class="soft small">{said}</p>{picture}{_key(key)}</section>'
     )
 
 
@@ -157,28 +199,31 @@ def _distribution(report: Mapping[str, Any]) -> str:
     uncertainty, tightness = report["uncertainty"], report["tightness"]
     if not tightness["defined"]:
         return ""
-    null, floor = uncertainty["shuffled_tightness"], uncertainty["noise_floor"]
+    null = uncertainty["permuted"]
     picture = distribution_chart(
         tightness["histogram"],
         None if null is None else null["histogram"],
-        floor,
         "Distribution of tightness over the parameters",
     )
     key = [("series", "this reward")]
     if null is not None:
-        key.append(("null", "the same rewards, shuffled"))
-    if floor is not None:
-        key.append(("floor", f"mean of noise, √(2/(πN)) = {number(floor)}"))
-    entries = "".join(f'<span><i style="background:var(--{name})"></i>{text}</span>' for name, text in key)
+        key.append(("null", "the same rewards, permuted"))
     said = (
         "The share of parameters at each tightness, exact over the vocabulary."
-        if floor is None
-        else "The share of parameters at each tightness. Only what exceeds the shuffled rewards can be signal."
+        if null is None
+        else "The share of parameters at each tightness that one half of the responses suggests and the other half "
+        "finds. Noise lies on both sides of zero; what is there lies to the right."
     )
     return (
         f'<section><h2>Tightness against noise</h2><p class="soft small">{said}</p>'
-        f'{picture}<div class="key">{entries}</div></section>'
+        f"{picture}{_key(key)}</section>"
     )
+
+
+def _key(entries: Iterable[tuple[str, str]]) -> str:
+    """Key of a picture: colour and meaning."""
+    shown = "".join(f'<span><i style="background:var(--{name})"></i>{text}</span>' for name, text in entries)
+    return f'<div class="key">{shown}</div>'
 
 
 def _concentration(report: Mapping[str, Any]) -> str:
@@ -187,28 +232,45 @@ def _concentration(report: Mapping[str, Any]) -> str:
     picture = concentration_chart(
         shares, "Share of the Fisher information in the top share of the parameters"
     )
-    key = '<span><i style="background:var(--series)"></i>measured</span>'
-    key += '<span><i style="background:var(--null)"></i>if all were equal</span>'
+    key = _key((("series", "measured"), ("null", "if all were equal")))
     return (
         "<section><h2>Concentration</h2>"
         '<p class="soft small">How much of the Fisher information, the squared ceiling, lies in the parameters with '
-        f'most of it.</p>{picture}<div class="key">{key}</div></section>'
+        f"most of it.</p>{picture}{key}</section>"
     )
 
 
-def _options(report: Mapping[str, Any]) -> str:
-    """Comparison of the options of a next-token measurement."""
-    if report["config"]["level"] != "next-token":
-        return ""
-    rows = [
-        (html.escape(r["name"]), number(r["mean"]), number(r["std"]), number(r["gradient_norm"]))
-        for r in report["rewards"]
-    ]
-    table = _table(("option", "probability", "σ(R)", "norm of the gradient"), rows)
+def _rewards(report: Mapping[str, Any]) -> str:
+    """The rewards in numbers, one a row."""
+    if report["config"]["next_token"] is not None:
+        rows = [
+            (html.escape(r["name"]), number(r["mean"]), number(r["std"]), number(r["gradient_norm"]))
+            for r in report["rewards"]
+        ]
+        table = _table(("option", "probability", "σ(R)", "norm of the gradient"), rows)
+        return (
+            "<section><h2>The options compared</h2>"
+            '<p class="soft small">Each option is a reward of 1 for its token and 0 for all others. Pictures and '
+            f"files are of the first.</p>{table}</section>"
+        )
+    cells = []
+    for reward in report["rewards"]:
+        found = reward["tightness"]
+        error = "" if found["standard_error"] is None else f" ± {number(found['standard_error'], 2)}"
+        energy = found["energy"]
+        norm = "–" if energy is None else number(math.sqrt(energy)) if energy > 0 else "0"
+        name = html.escape(reward["name"])
+        cells.append(
+            (name, number(reward["mean"]), number(reward["std"]), norm, f"{signed(found['mean'])}{error}")
+        )
+    null = report["uncertainty"]["permuted_mean"]
+    if null is not None:
+        cells.append(("the first, permuted", "", "", "", signed(null)))
+    many = " Pictures and files are of the first." if len(report["rewards"]) > 1 else ""
     return (
-        "<section><h2>The options compared</h2>"
-        '<p class="soft small">Each option is a reward of 1 for its token and 0 for all others. Pictures and '
-        f"files are of the first.</p>{table}</section>"
+        f"<section><h2>{'The rewards' if many else 'The reward'} in numbers</h2>"
+        f'<p class="soft small">Norm of the gradient and mean tightness from one half tried on the other.{many}</p>'
+        f"{_table(('reward', 'mean', 'σ(R)', 'gradient', 'tightness'), cells)}</section>"
     )
 
 
@@ -219,14 +281,15 @@ def _rows(report: Mapping[str, Any]) -> str:
     rows = []
     for row in report["top_rows"]:
         label = f" <span class='soft'>“{html.escape(row['label'])}”</span>" if row["label"] else ""
-        used = row["gradient_norm"] / row["ceiling"] if row["ceiling"] else 0.0
+        share = row["energy_share"]
+        used = "–" if share is None else percent(math.sqrt(share), 2) if share > 0 else "nothing"
         name = f"{html.escape(row['name'])} [{row['row']}]{label}"
         room = number(row["ceiling"] - row["gradient_norm"])
-        rows.append((name, number(row["ceiling"]), percent(used, 2), room))
+        rows.append((name, number(row["ceiling"]), used, room))
     return (
         "<section><h2>Neurons with the most room</h2>"
         '<p class="soft small">Rows of matrices; in an embedding, tokens. The norm of a row’s gradient is at most its '
-        f"ceiling.</p>{_table(('row', 'ceiling', 'in use', 'room'), rows)}</section>"
+        f"ceiling{_cross_fitted(report)}.</p>{_table(('row', 'ceiling', 'in use', 'room'), rows)}</section>"
     )
 
 
@@ -235,14 +298,21 @@ def _parameters(report: Mapping[str, Any]) -> str:
     rows = []
     for entry in report["top_parameters"]:
         place = ", ".join(map(str, entry["index"]))
-        rho = "–" if entry["tightness"] is None else percent(entry["tightness"], 2)
+        rho = "–" if entry["tightness"] is None else signed(entry["tightness"], 2)
         room = number(entry["ceiling"] - abs(entry["gradient"]))
         rows.append((f"{html.escape(entry['name'])} [{place}]", number(entry["ceiling"]), rho, room))
     return (
         "<section><h2>Parameters with the most room</h2>"
-        '<p class="soft small">Room is the ceiling less the size of the gradient.</p>'
-        f"{_table(('parameter', 'ceiling', 'in use', 'room'), rows)}</section>"
+        f'<p class="soft small">Room is the ceiling less the size of the gradient{_cross_fitted(report)}; that of one '
+        "parameter is mostly noise unless it is exact.</p>"
+        f"{_table(('parameter', 'ceiling', 'tightness', 'room'), rows)}</section>"
     )
+
+
+def _cross_fitted(report: Mapping[str, Any]) -> str:
+    """What the share in use is, where it is an estimate."""
+    cross = report["tightness"]["estimate"] == "cross-fitted"
+    return "; what is in use is what one half of the responses suggests and the other finds" if cross else ""
 
 
 def _every_tensor(report: Mapping[str, Any]) -> str:
@@ -253,12 +323,13 @@ def _every_tensor(report: Mapping[str, Any]) -> str:
             "×".join(map(str, t["shape"])),
             number(t["ceiling_rms"]),
             number(t["gradient_norm"]),
-            number(t["tightness_mean"]),
-            number(t["shuffled_tightness_mean"]),
+            signed(t["tightness_mean"]),
+            number(t["tightness_error"], 2),
+            signed(t["permuted_mean"]),
         )
         for t in report["tensors"]
     ]
-    heads = ("tensor", "shape", "ceiling (rms)", "gradient norm", "tightness (mean)", "shuffled")
+    heads = ("tensor", "shape", "ceiling (rms)", "gradient norm", "tightness", "± error", "permuted")
     return f"<section><details><summary>Every tensor</summary>{_table(heads, rows)}</details></section>"
 
 
@@ -278,7 +349,8 @@ def _provenance(report: Mapping[str, Any]) -> str:
         f'<p class="soft">{html.escape(config)}</p><p class="soft">{html.escape(made)}</p>'
         '<p class="soft">All numbers: <code>report.json</code>. Tensors: <code>gradient.safetensors</code>, '
         "<code>fisher.safetensors</code>, <code>tightness.safetensors</code>; sums to merge with other runs: "
-        "<code>moments.safetensors</code>.</p></section>"
+        f"<code>moments{'' if report['uncertainty']['halves'] is None else '-1 and moments-2'}.safetensors</code>.</p>"
+        "</section>"
     )
 
 

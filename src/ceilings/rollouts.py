@@ -1,8 +1,9 @@
 r"""Rollouts: prompts, responses and rewards, read from a file or sampled, and laid out for the score engine.
 
 A file of rollouts holds one JSON object a line: ``prompt_ids`` and ``response_ids``, or ``prompt`` and
-``response`` as text; ``reward``; and, where wanted, ``group`` (by default: equal prompts) and ``log_probs``. The
-names that TRL (``completion``) and verl (``input``, ``output``, ``score``) write are understood too.
+``response`` as text; ``reward``, or several as ``rewards``, an object of numbers by name; and, where wanted, ``group``
+(by default: equal prompts) and ``log_probs``. The names that TRL (``completion``) and verl (``input``, ``output``,
+``score``) write are understood too.
 
 NOTE text is a second best: decoding and encoding again need not give the tokens that were sampled, and the token
 that ended the response is lost (``"ended": true`` appends it).
@@ -14,7 +15,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -24,7 +25,7 @@ from torch import Tensor
 from ceilings.jsonl import Line, read_lines
 from ceilings.tasks import encode_prompt
 
-__all__ = ["Padded", "Rollouts", "check_fits", "read_rollouts", "write_rollouts"]
+__all__ = ["Padded", "Rollouts", "centred_by_group", "check_fits", "read_rollouts", "write_rollouts"]
 
 _RESPONSE_NAMES: Final = ("response", "completion", "output")
 _REWARD_NAMES: Final = ("reward", "score")
@@ -71,10 +72,12 @@ class Rollouts:
         Whole next-token laws of that policy, as log-probabilities, if they were kept.
     from_text
         Whether any response was given as text and encoded here.
+    reward_name, further_rewards
+        What the reward is called, and other rewards of the same responses by name.
 
     Shapes
     ------
-    rewards (N,); log_probs: N tensors (T,); laws: N tensors (T, V).
+    rewards and each further one (N,); log_probs: N tensors (T,); laws: N tensors (T, V).
 
     Units
     -----
@@ -93,6 +96,8 @@ class Rollouts:
     log_probs: tuple[Tensor, ...] | None = None
     laws: tuple[Tensor, ...] | None = None
     from_text: bool = False
+    reward_name: str = "reward"
+    further_rewards: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Refuse what has no score."""
@@ -106,12 +111,20 @@ class Rollouts:
                 raise ValueError(
                     f"rollout {row} has an empty {'response' if prompt else 'prompt'}: leave it out"
                 )
-        if not bool(self.rewards.isfinite().all()):
-            row = int((~self.rewards.isfinite()).nonzero()[0])
-            raise ValueError(f"the reward of rollout {row} is not finite: every response needs a number")
+        for name, column in self.all_rewards.items():
+            if len(column) != n:
+                raise ValueError(f"{len(column)} rewards {name!r} for {n} prompts: give one each")
+            if not bool(column.isfinite().all()):
+                row = int((~column.isfinite()).nonzero()[0])
+                raise ValueError(f"the reward of rollout {row} is not finite: every response needs a number")
 
     def __len__(self) -> int:
         return len(self.prompt_ids)
+
+    @property
+    def all_rewards(self) -> dict[str, Tensor]:
+        """Rewards by name, the main one first."""
+        return {self.reward_name: self.rewards, **self.further_rewards}
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -143,6 +156,8 @@ class Rollouts:
             of(self.log_probs),
             of(self.laws),
             self.from_text,
+            self.reward_name,
+            {name: column[list(rows)] for name, column in self.further_rewards.items()},
         )
 
     def padded(self, pad_id: int = 0) -> Padded:
@@ -193,41 +208,7 @@ class Rollouts:
         The mean contains the response itself, which shrinks the gradient by (G − 1)/G for groups of G
         (``thm-covariance``); tightness is not affected where all groups have one size.
         """
-        index = torch.tensor(self.groups).unique(return_inverse=True)[1]
-        count = torch.bincount(index).double()
-        mean = torch.zeros_like(count).index_add_(0, index, self.rewards.double()) / count
-        return self.rewards.double() - mean[index]
-
-    def shuffled_rewards(self, generator: torch.Generator) -> Tensor:
-        """Rewards dealt out anew: a reward with the same values that knows nothing of the response.
-
-        Parameters
-        ----------
-        generator
-            Source of randomness.
-
-        Returns
-        -------
-        Tensor
-            Rewards permuted within each group, or over all rollouts where every group has one member.
-
-        Shapes
-        ------
-        (N,).
-
-        Units
-        -----
-        [R].
-        """
-        members: dict[int, list[int]] = {}
-        for row, group in enumerate(self.groups):
-            members.setdefault(group, []).append(row)
-        parts = list(members.values()) if len(members) < len(self) else [list(range(len(self)))]
-        result = self.rewards.double().clone()
-        for rows in parts:
-            order = torch.randperm(len(rows), generator=generator)
-            result[rows] = self.rewards.double()[rows][order]
-        return result
+        return centred_by_group(self.rewards, torch.tensor(self.groups))
 
     def check_signal(self, centred: bool = False) -> None:
         """Refuse rollouts in which no reward distinguishes a response from another.
@@ -257,6 +238,52 @@ class Rollouts:
             )
 
 
+def centred_by_group(rewards: Tensor, groups: Tensor) -> Tensor:
+    r"""Rewards minus the mean of their group.
+
+    Parameters
+    ----------
+    rewards
+        One reward a response, or K of them.
+    groups
+        Group of each response, as whole numbers.
+
+    Returns
+    -------
+    Tensor
+        :math:`R_n - \bar R_{g(n)}`, in float64.
+
+    Shapes
+    ------
+    rewards (N,) or (N, K), groups (N,) -> as the rewards.
+
+    Units
+    -----
+    [R].
+
+    Raises
+    ------
+    ValueError
+        If there is not one group a response.
+
+    Notes
+    -----
+    A mean needs its whole group: centre before the responses are dealt out to batches, files or workers, and any
+    such division gives the same moments. Rewards are known before the first backward pass, so that costs nothing.
+    The mean contains the response itself, which shrinks the gradient by (G − 1)/G for groups of G
+    (``thm-covariance``).
+    """
+    if groups.shape != rewards.shape[:1]:
+        raise ValueError(
+            f"groups have shape {tuple(groups.shape)} for {len(rewards)} rewards: give one group a response"
+        )
+    wide = rewards.double()
+    index = groups.to(wide.device).unique(return_inverse=True)[1]
+    count = torch.bincount(index).double()
+    total = wide.new_zeros(len(count), *wide.shape[1:]).index_add_(0, index, wide)
+    return wide - (total / count.view(-1, *[1] * (wide.dim() - 1)))[index]
+
+
 def read_rollouts(path: str | os.PathLike[str], tokenizer: Any = None) -> Rollouts:
     """Rollouts of a JSON Lines file.
 
@@ -280,15 +307,17 @@ def read_rollouts(path: str | os.PathLike[str], tokenizer: Any = None) -> Rollou
     lines = read_lines(path)
     prompts = [encode_prompt(line, tokenizer) for line in lines]
     responses = [_response(line, tokenizer) for line in lines]
-    rewards = torch.tensor([_reward(line) for line in lines], dtype=torch.float64)
+    name, columns = _rewards(lines)
     logged = [line.values.get("log_probs") for line in lines]
     return Rollouts(
         tuple(prompts),
         tuple(responses),
-        rewards,
+        columns.pop(name),
         _groups(lines, prompts),
         tuple(torch.tensor(row, dtype=torch.float32) for row in logged) if None not in logged else None,
         from_text=any(line.values.get("response_ids") is None for line in lines),
+        reward_name=name,
+        further_rewards=columns,
     )
 
 
@@ -315,6 +344,9 @@ def write_rollouts(
             "reward": float(rollouts.rewards[row]),
             "group": rollouts.groups[row],
         }
+        if rollouts.further_rewards:
+            del line["reward"]
+            line["rewards"] = {name: float(column[row]) for name, column in rollouts.all_rewards.items()}
         if rollouts.log_probs is not None:
             line["log_probs"] = [round(value, 6) for value in rollouts.log_probs[row].tolist()]
         rows.append(json.dumps(line | dict(further[row]), ensure_ascii=False))
@@ -397,18 +429,45 @@ def _response(line: Line, tokenizer: Any) -> tuple[int, ...]:
     return ids
 
 
-def _reward(line: Line) -> float:
-    """Reward of a line."""
-    reward = line.first(_REWARD_NAMES)
-    if reward is None:
-        raise ValueError(f"{line.where}: there is no reward; add `reward`, a number")
-    if not isinstance(reward, int | float):
-        raise ValueError(f"{line.where}: the reward must be a number, it is {reward!r}")
-    if not math.isfinite(reward):
+def _rewards(lines: list[Line]) -> tuple[str, dict[str, Tensor]]:
+    """Name of the first reward, and all rewards by name."""
+    names: list[str] | None = None
+    rows = []
+    for line in lines:
+        found = _line_rewards(line)
+        names = list(found) if names is None else names
+        if set(found) != set(names):
+            odd = sorted(set(found) ^ set(names))[0]
+            raise ValueError(
+                f"{line.where}: the reward {odd!r} is not in every line; give all of them each time"
+            )
+        rows.append([found[name] for name in names])
+    assert names
+    columns = torch.tensor(rows, dtype=torch.float64)
+    return names[0], {name: columns[:, k] for k, name in enumerate(names)}
+
+
+def _line_rewards(line: Line) -> dict[str, float]:
+    """Rewards of a line by name."""
+    one, several = line.first(_REWARD_NAMES), line.values.get("rewards")
+    if several is not None and (not isinstance(several, dict) or not several):
         raise ValueError(
-            f"{line.where}: the reward is {reward}; it must be finite, correct or delete the line"
+            f'{line.where}: `rewards` must be an object of numbers by name, such as {{"exact": 1}}'
         )
-    return float(reward)
+    found = ({} if one is None else {"reward": one}) | (several or {})
+    if not found:
+        raise ValueError(
+            f"{line.where}: there is no reward; add `reward`, a number, or `rewards`, numbers by name"
+        )
+    for name, reward in found.items():
+        called = "the reward" if name == "reward" else f"the reward {name!r}"
+        if not isinstance(reward, int | float):
+            raise ValueError(f"{line.where}: {called} must be a number, it is {reward!r}")
+        if not math.isfinite(reward):
+            raise ValueError(
+                f"{line.where}: {called} is {reward}; it must be finite, correct or delete the line"
+            )
+    return {name: float(reward) for name, reward in found.items()}
 
 
 def _groups(lines: list[Line], prompts: list[tuple[int, ...]]) -> tuple[int, ...]:

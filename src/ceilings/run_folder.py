@@ -17,8 +17,8 @@ from ceilings.report import write_json
 __all__ = ["RunFolder", "model_fingerprint"]
 
 _OURS: Final = frozenset(
-    "run.json rollouts.jsonl moments.safetensors gradient.safetensors fisher.safetensors tightness.safetensors "
-    "report.json report.html".split()
+    "run.json rollouts.jsonl moments.safetensors moments-1.safetensors moments-2.safetensors "
+    "gradient.safetensors fisher.safetensors tightness.safetensors report.json report.html".split()
 )
 # What a process that was killed while writing leaves behind: our own temporary files, and those of safetensors.
 _UNFINISHED: Final = re.compile(r"\..+\.part|\.tmp\w{6}")
@@ -60,10 +60,25 @@ class RunFolder:
         """Sampled rollouts."""
         return self.path / "rollouts.jsonl"
 
+    def moments(self, fold: int | None = None) -> Path:
+        """Score moments, of all responses of a fold or of those that are done.
+
+        Parameters
+        ----------
+        fold
+            1 or 2; None where the sample is not split.
+
+        Returns
+        -------
+        Path
+            The file.
+        """
+        return self.path / ("moments.safetensors" if fold is None else f"moments-{fold}.safetensors")
+
     @property
-    def moments(self) -> Path:
-        """Score moments, of all rollouts or of those that are done."""
-        return self.path / "moments.safetensors"
+    def has_moments(self) -> bool:
+        """Whether some responses were measured."""
+        return any(self.moments(fold).exists() for fold in (None, 1, 2))
 
     @property
     def finished(self) -> bool:

@@ -86,7 +86,7 @@ def sample_responses(
     Notes
     -----
     A token is drawn by inverting the distribution function, in float64. Prompts of unequal length are padded on the
-    left; a model that takes no positions gets one prompt at a time instead.
+    left; a model that takes no positions gets them one at a time instead.
     """
     if not prompts or samples < 1 or max_new_tokens < 1:
         raise ValueError(
@@ -95,7 +95,8 @@ def sample_responses(
     if len(generators) != len(prompts):
         raise ValueError(f"{len(generators)} generators for {len(prompts)} prompts: give one each")
     accepted = inspect.signature(model.forward).parameters
-    if len(prompts) > 1 and not {"attention_mask", "position_ids"} <= accepted.keys():
+    padded = len({len(prompt) for prompt in prompts}) > 1
+    if padded and not {"attention_mask", "position_ids"} <= accepted.keys():
         parts = [
             sample_responses(
                 model,

@@ -208,7 +208,9 @@ class Capture:
 
     def __enter__(self) -> Capture:
         """Attach the hooks."""
-        self._handles = [m.register_forward_hook(self._tap) for m in self._rules if self._owned(m)]
+        owners = [m for m in self._rules if self._owned(m)]
+        self._handles = [m.register_forward_hook(self._tap) for m in owners]
+        self._handles += [m.register_forward_pre_hook(_contiguous) for m in owners]
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -271,6 +273,13 @@ class Capture:
             known.append(terms[key])
             if len(known) == self._calls[name]:
                 self._consume(name, self._terms.pop(name))
+
+
+def _contiguous(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Copy an input that is cut out of a larger one: PyTorch multiplies it sequence by sequence otherwise."""
+    if args and isinstance(args[0], Tensor) and not args[0].is_contiguous():
+        return (args[0].contiguous(), *args[1:])
+    return None
 
 
 def _apply(rule: Rule, module: nn.Module, inputs: Tensor, cotangent: Tensor) -> dict[str, Term]:

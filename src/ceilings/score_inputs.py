@@ -49,6 +49,11 @@ class Batch(NamedTuple):
     attention: Tensor
     signs: Tensor
 
+    @property
+    def last(self) -> int:
+        """Number of positions from the first scored one on; a prompt needs no logits."""
+        return self.inputs.shape[1] - int(self.scored.any(0).nonzero().min())
+
     def one(self, n: int) -> Batch:
         """One sequence alone.
 

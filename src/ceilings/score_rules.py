@@ -40,7 +40,7 @@ class Term(Protocol):
         -------
         Callable
             ``write(block, sequences, fresh)`` adds the gradients of some sequences to ``block``, or
-            overwrites it when ``fresh``. It is asked for one sequence, or for all rows.
+            overwrites it when ``fresh``.
 
         Shapes
         ------
@@ -66,13 +66,19 @@ class OuterTerm:
 
     def __init__(self, left: Tensor, right: Tensor) -> None:
         self.left, self.right = left, right
+        self._columns = left.transpose(1, 2)
 
     def on_rows(self, rows: slice) -> Write:
         """Prepare for some rows: see `Term`."""
-        left, right = self.left[:, :, rows].transpose(1, 2), self.right
+        # NOTE narrow, and no view that is not needed: this runs thousands of times a batch.
+        left, right = self._columns.narrow(1, rows.start, rows.stop - rows.start), self.right
+        number = len(right)
 
         def write(block: Tensor, sequences: slice, fresh: bool) -> None:
-            block.baddbmm_(left[sequences], right[sequences], beta=0 if fresh else 1)
+            if len(block) == number:
+                block.baddbmm_(left, right, beta=0 if fresh else 1)
+            else:
+                block.baddbmm_(left[sequences], right[sequences], beta=0 if fresh else 1)
 
         return write
 
@@ -115,12 +121,16 @@ class RowsTerm:
         def write(block: Tensor, sequences: slice, fresh: bool) -> None:
             if fresh:
                 block.zero_()
-            # One run of keys, because the block holds either one sequence or all rows.
-            begin = bisect_left(self._keys, sequences.start * self._size + first)
-            end = bisect_left(self._keys, (sequences.stop - 1) * self._size + last)
-            if begin < end:
-                target = (self.sequences[begin:end] - sequences.start) * block.shape[1] + self.rows[begin:end]
-                block.flatten(0, 1).index_add_(0, target - rows.start, self.sums[begin:end])
+            # With all rows in the block the keys of all its sequences are one run.
+            whole = first == 0 and last == self._size
+            number = sequences.stop - sequences.start
+            for n, count in [(0, number)] if whole else [(n, 1) for n in range(number)]:
+                begin = bisect_left(self._keys, (sequences.start + n) * self._size + first)
+                end = bisect_left(self._keys, (sequences.start + n + count - 1) * self._size + last)
+                if begin < end:
+                    local = (self.sequences[begin:end] - sequences.start) * block.shape[1]
+                    local += self.rows[begin:end] - rows.start
+                    block.flatten(0, 1).index_add_(0, local, self.sums[begin:end])
 
         return write
 

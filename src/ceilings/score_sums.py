@@ -1,8 +1,8 @@
 r"""The three running sums of one parameter, and how the scores of a batch get into them.
 
 The work is bound by memory traffic, not arithmetic, so gradients of single sequences exist only in a block
-that stays in cache: one sequence on many rows of a large matrix, or many sequences on all rows of a small
-one.
+that stays in cache: a few sequences on some rows of a matrix, or many sequences on all rows of a small one.
+Several sequences at once, because the three sums are then read and written once a block, not once a sequence.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from ceilings.score_rules import RowsTerm, Term, joined
 
 __all__ = ["ParameterSums"]
 
-_BLOCK_BYTES: Final = 512 * 1024
+_BLOCK_BYTES: Final = 1024 * 1024  # a thread's second-level cache holds it and its rows of the sums
+_SEQUENCES: Final = 8  # more of them would leave products of too few rows
+_ROWS: Final = 32  # a matrix product of fewer is slow
 
 
 class ParameterSums:
@@ -112,21 +114,26 @@ class ParameterSums:
             self._add_rows(looked_up, root_weights, rewards, squares, linear)
             return
         rows, columns = self.scores.shape
-        room = max(1, _BLOCK_BYTES * torch.get_num_threads() // self._dtype.itemsize)
-        height = min(rows, max(1, room // columns))
-        depth = 1 if height < rows else max(1, min(len(root_weights), room // (height * columns)))
-        buffer = self.scores.new_empty(depth, height, columns, dtype=self._dtype)
+        depth, height = _block_shape(len(root_weights), rows, columns, self._dtype.itemsize)
+        buffer = self.scores.new_empty(depth * height * columns, dtype=self._dtype)
+        block, by_sequence = buffer[:0], buffer[:0]
+        whole = _Shares.of(root_weights, rewards, squares, linear, buffer)
+        starts = range(0, len(root_weights), depth)
+        portions = [(slice(n, n + depth), whole.some(slice(n, n + depth))) for n in starts]
+        everything = self._flat()
         for first in range(0, rows, height):
             some_rows = slice(first, min(first + height, rows))
             writes = [term.on_rows(some_rows) for term in terms]
-            sums = self._on_rows(some_rows)
+            sums = everything.some(first * columns, (some_rows.stop - first) * columns)
             partial = sums if self.scores.dtype == self._dtype else sums.zeros(self._dtype)
-            for n in range(0, len(root_weights), depth):
-                some = slice(n, min(n + depth, len(root_weights)))
-                block = buffer[: some.stop - n, : some_rows.stop - first]
+            for some, shares in portions:
+                shape = (len(shares.weights), some_rows.stop - first, columns)
+                if block.shape != shape:
+                    block = buffer[: shape[0] * shape[1] * columns].view(shape)
+                    by_sequence = block.view(shape[0], -1).T
                 for number, write in enumerate(writes):
                     write(block, some, number == 0)
-                partial.add(block, root_weights[some], rewards[:, some], squares, linear)
+                partial.add(by_sequence, shares)
             if partial is not sums:
                 sums.fold(partial)
 
@@ -150,14 +157,15 @@ class ParameterSums:
         ------
         rewards (K,).
         """
-        block = (root_weight * score.to(self.scores.dtype)).view(1, *self.scores.shape)
-        self._on_rows(slice(None)).add(
-            block, torch.tensor([root_weight], dtype=torch.float64), rewards[:, None], squares, linear
-        )
+        block = (root_weight * score.to(self.scores.dtype)).view(1, -1)
+        weight = torch.tensor([root_weight], dtype=torch.float64)
+        shares = _Shares.of(weight, rewards[:, None], squares, linear, block)
+        self._flat().add(block.T, shares)
 
-    def _on_rows(self, rows: slice) -> _Part:
+    def _flat(self) -> _Part:
         """Views of the sums."""
-        return _Part(self.scores[rows], self.squares[rows], list(self.reward_scores[:, rows].unbind(0)))
+        rewards = [target.view(-1) for target in self.reward_scores]
+        return _Part(self.scores.view(-1), self.squares.view(-1), rewards)
 
     def _add_rows(
         self, terms: list[RowsTerm], root_weights: Tensor, rewards: Tensor, squares: float, linear: bool
@@ -174,12 +182,48 @@ class ParameterSums:
             self.squares.index_add_(0, term.rows, found.square(), alpha=squares)
 
 
+def _block_shape(sequences: int, rows: int, columns: int, itemsize: int) -> tuple[int, int]:
+    """Sequences and rows of one block."""
+    room = _BLOCK_BYTES * torch.get_num_threads() // itemsize
+    height = min(rows, max(_ROWS, room // (_SEQUENCES * columns)))
+    depth = max(1, min(sequences, room // (height * columns)))
+    if depth < sequences:
+        depth = -(-sequences // -(-sequences // depth))  # no small remainder
+    return depth, height
+
+
+class _Shares(NamedTuple):
+    """How much each sequence of a block counts in each sum; nothing where a sum is left as it is."""
+
+    weights: Tensor
+    squares: Tensor | None
+    rewards: list[Tensor] | None
+
+    @classmethod
+    def of(cls, root_weights: Tensor, rewards: Tensor, squares: float, linear: bool, like: Tensor) -> _Shares:
+        """Shares as `ParameterSums.add` takes them, where and in the dtype in which they are used."""
+        weights = root_weights.to(like)
+        ones = torch.full_like(weights, squares) if squares else None
+        return cls(weights, ones, list(rewards.to(like)) if linear else None)
+
+    def some(self, sequences: slice) -> _Shares:
+        """Shares of some of the sequences."""
+        squares = None if self.squares is None else self.squares[sequences]
+        rewards = None if self.rewards is None else [r[sequences] for r in self.rewards]
+        return _Shares(self.weights[sequences], squares, rewards)
+
+
 class _Part(NamedTuple):
-    """Some rows of the sums."""
+    """Some entries of the sums, flat."""
 
     scores: Tensor
     squares: Tensor
     reward_scores: list[Tensor]
+
+    def some(self, start: int, length: int) -> _Part:
+        """Fewer entries."""
+        rewards = [target.narrow(0, start, length) for target in self.reward_scores]
+        return _Part(self.scores.narrow(0, start, length), self.squares.narrow(0, start, length), rewards)
 
     def zeros(self, dtype: torch.dtype) -> _Part:
         """Room for a batch."""
@@ -194,21 +238,11 @@ class _Part(NamedTuple):
         for target, found in zip(self.reward_scores, other.reward_scores, strict=True):
             target.add_(found)
 
-    def add(self, block: Tensor, root_weights: Tensor, rewards: Tensor, squares: float, linear: bool) -> None:
-        """Add the scores of a few sequences; overwrites the block."""
-        if len(block) == 1:
-            if linear:
-                self.scores.add_(block[0], alpha=float(root_weights[0]))
-                for target, reward in zip(self.reward_scores, rewards[:, 0].tolist(), strict=True):
-                    target.add_(block[0], alpha=reward)
-            if squares:
-                self.squares.addcmul_(block[0], block[0], value=squares)
-            return
-        by_sequence = block.view(len(block), -1).T
-        if linear:
-            self.scores.view(-1).addmv_(by_sequence, root_weights.to(block))
-            for target, reward in zip(self.reward_scores, rewards.to(block), strict=True):
-                target.view(-1).addmv_(by_sequence, reward)
-        if squares:
-            ones = torch.full_like(by_sequence[0], squares)
-            self.squares.view(-1).addmv_(by_sequence.square_(), ones)
+    def add(self, by_sequence: Tensor, shares: _Shares) -> None:
+        """Add the scores of a few sequences, one a column; overwrites them."""
+        if shares.rewards is not None:
+            self.scores.addmv_(by_sequence, shares.weights)
+            for target, reward in zip(self.reward_scores, shares.rewards, strict=True):
+                target.addmv_(by_sequence, reward)
+        if shares.squares is not None:
+            self.squares.addmv_(by_sequence.square_(), shares.squares)

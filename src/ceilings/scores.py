@@ -44,6 +44,7 @@ from ceilings.score_sums import ParameterSums
 
 __all__ = ["ScoreAccumulator", "ScoreMoments", "flatten", "score_moments"]
 
+_KEYWORDS: Final = ("attention_mask", "position_ids", "use_cache", "logits_to_keep")
 _NARROW_SEQUENCES: Final = 1024  # float32 sums of so many terms are off by at most 6e-5 of their size
 
 
@@ -190,7 +191,7 @@ class ScoreAccumulator:
                 f"batch_size {batch_size} with {len(reward_names)} reward names: both must be at least 1"
             )
         accepted = inspect.signature(model.forward).parameters
-        self._accepts = {name for name in ("attention_mask", "position_ids", "use_cache") if name in accepted}
+        self._accepts = {name for name in _KEYWORDS if name in accepted}
         self._sums: dict[str, ParameterSums] = {}
         self._found = Found({}, set(), set(), set())
         self._fast: set[str] = set()
@@ -335,10 +336,12 @@ class ScoreAccumulator:
         self._reward_sum = self._reward_squares = torch.zeros_like(shift)
         self._sums = {name: ParameterSums(p, len(shift)) for name, p in self._parameters.items()}
 
-    def _logits(self, input_ids: Tensor, attention: Tensor) -> Tensor:
-        """Run the model; positions come from the attention mask, so padding on the left shifts nothing."""
+    def _logits(self, input_ids: Tensor, attention: Tensor, last: int = 0) -> Tensor:
+        """Run the model; all logits, or no more than the last ones where it can leave out the others."""
+        # Positions come from the attention mask, so padding on the left shifts nothing.
         positions = (attention.cumsum(1) - 1).clamp_min(0)
-        extra: dict[str, Any] = {"attention_mask": attention, "position_ids": positions, "use_cache": False}
+        values = (attention, positions, False, last)
+        extra: dict[str, Any] = dict(zip(_KEYWORDS, values, strict=True))
         output = self.model(input_ids, **{name: v for name, v in extra.items() if name in self._accepts})
         logits: Tensor = getattr(output, "logits", output)
         return logits
@@ -362,7 +365,7 @@ class ScoreAccumulator:
         fast = {name: self._parameters[name] for name in self._fast}
         passes = self._passes(batch)
         with Capture(self._found, fast, len(root_weights)) as capture, self._watched():
-            logits = self._logits(batch.inputs, batch.attention)
+            logits = self._logits(batch.inputs, batch.attention, batch.last)
         surprises = capture.refused | self._awakened(logits)
         if surprises:
             self._fast, self._idle = self._fast - surprises, self._idle - surprises
@@ -405,7 +408,7 @@ class ScoreAccumulator:
         """Score of one sequence in the parameters without a rule."""
         parameters = [self._parameters[name].requires_grad_(True) for name in slow]
         try:
-            logits = self._logits(sequence.inputs, sequence.attention)
+            logits = self._logits(sequence.inputs, sequence.attention, sequence.last)
             if not logits.requires_grad:
                 return
             cotangent = _log_prob_cotangent(logits, sequence, torch.ones(1))
@@ -440,14 +443,15 @@ class _Pass(NamedTuple):
 
     def signed(self, cotangent: Tensor) -> Tensor:
         """Cotangent of this pass."""
-        return cotangent if self.signs is None else cotangent * self.signs[..., None]
+        return cotangent if self.signs is None else cotangent * self.signs[:, -cotangent.shape[1] :, None]
 
 
 def _log_prob_cotangent(logits: Tensor, batch: Batch, root_weights: Tensor) -> Tensor:
     r"""Gradient of :math:`\sum_n \sqrt{w_n} \log \pi(y_n)` in the logits: :math:`\sqrt{w_n}(e_y - \pi)`."""
     # NOTE the square root: every block of the engine is then √w s, whose square carries w.
+    last = slice(-logits.shape[1], None)  # the model may have left out positions before the first scored one
     wide = torch.promote_types(logits.dtype, torch.float32)
     cotangent = logits.detach().softmax(-1, dtype=wide).neg_()
-    cotangent.scatter_add_(-1, batch.targets[..., None], torch.ones_like(cotangent[..., :1]))
-    cotangent *= (batch.scored * root_weights.to(cotangent)[:, None])[..., None]
+    cotangent.scatter_add_(-1, batch.targets[:, last, None], torch.ones_like(cotangent[..., :1]))
+    cotangent *= (batch.scored[:, last] * root_weights.to(cotangent)[:, None])[..., None]
     return cotangent.to(logits.dtype)

@@ -1,11 +1,11 @@
 r"""What score moments say, in a few hundred numbers: the body of ``report.json``.
 
-Everything is read off the moments one parameter tensor at a time, so a summary needs little memory beyond them.
-Quantiles over all parameters come from histograms (a thousandth of the range of tightness, a fortieth of a decade of
+Everything is read off the moments one parameter tensor at a time, so a summary needs little memory beyond the largest
+of them. Quantiles over all parameters come from histograms (a thousandth in tightness, a fortieth of a decade of
 Fisher information); totals, means and norms are exact.
 
 NOTE :math:`|\hat g_i| \le \hat\sigma \sqrt{\hat F_{ii}}` holds in every sample by arithmetic (``prop-vacuous``), so
-nothing here counts it as a finding. What a sample can show is tightness *above* its noise floor.
+nothing here counts it as a finding. Tightness is cross-fitted: one half of the responses tries what the other suggests.
 """
 
 from __future__ import annotations
@@ -22,55 +22,58 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ceilings.measurement import SHUFFLED
+from ceilings.evidence import Estimate, Evidence, tensor_evidence
+from ceilings.folds import Folds
 from ceilings.moments import ScoreMoments
 from ceilings.moments_file import write_tensors
+from ceilings.uncertainty import cross_fitted_energy, is_permuted, noise_floor
 
-__all__ = ["SHARES", "derived_tensors", "noise_floor", "summarise", "write_derived"]
+__all__ = ["SHARES", "derived_tensors", "estimate_kind", "summarise", "write_derived"]
 
-_BINS: Final = 1000
+_BINS: Final = 2000  # of [-1, 1]
+_COARSE: Final = 100
 _PER_DECADE: Final = 40
 _DECADES: Final = (-46, 40)  # float32 from its smallest subnormal to its largest number
 _TOP: Final = 12
 
 #: Shares of the parameters at which the concentration curve is reported.
 SHARES: Final = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)
+_ESTIMATE: Final = tuple(f.name for f in dataclasses.fields(Estimate))
 _QUANTILES: Final = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 
 
-def noise_floor(effective_size: float) -> float:
-    r"""Mean of :math:`|\hat\rho|` where reward and score have nothing to do with each other.
+RowLabel = Callable[[str, int], str | None]
+
+
+def estimate_kind(folds: Folds) -> str:
+    """How tightness can be had from moments.
 
     Parameters
     ----------
-    effective_size
-        Number of independent responses, N.
+    folds
+        The moments.
 
     Returns
     -------
-    float
-        :math:`\sqrt{2 / (\pi N)}`: asymptotic, for finite fourth moments and independence.
-
-    Units
-    -----
-    1.
-
-    References
-    ----------
-    Claim ``prop-vacuous``.
+    str
+        ``"exact"`` for a whole law, ``"cross-fitted"`` for two halves of a sample, ``"none"`` for a sample that was not
+        split: its in-sample values are no evidence.
     """
-    return math.sqrt(2 / (math.pi * effective_size))
+    if folds.first.weighting == "probabilities":
+        return "exact"
+    return "cross-fitted" if len(folds) == 2 else "none"
 
 
-def derived_tensors(moments: ScoreMoments, what: str, reward: str | None = None) -> dict[str, Tensor]:
+def derived_tensors(folds: Folds, what: str, reward: str | None = None) -> dict[str, Tensor]:
     """Gradient, Fisher diagonal, ceiling or tightness of every parameter, computed one tensor at a time.
 
     Parameters
     ----------
-    moments
+    folds
         The moments.
     what
-        ``"gradient"``, ``"fisher"`` (the variance of the score), ``"ceiling"`` or ``"tightness"``.
+        ``"gradient"``, ``"fisher"`` (the variance of the score), ``"ceiling"`` or ``"tightness"``, which is
+        cross-fitted where there are two halves: single entries may then be negative.
     reward
         Name of the reward; None for the first.
 
@@ -88,57 +91,57 @@ def derived_tensors(moments: ScoreMoments, what: str, reward: str | None = None)
     ValueError
         If ``what`` is none of the four.
     """
-    reward = moments.reward_names[0] if reward is None else reward
+    reward = folds.first.reward_names[0] if reward is None else reward
     if what not in ("gradient", "fisher", "ceiling", "tightness"):
         raise ValueError(f"{what!r} is not derived from moments: name gradient, fisher, ceiling or tightness")
     found: dict[str, Tensor] = {}
-    for name in moments.names:
-        one = _only(moments, name)
+    for name in folds.names:
+        if what == "tightness" and estimate_kind(folds) == "cross-fitted":
+            first, second = (part.for_rewards((reward,)) for part in folds.of(name))
+            found[name] = tensor_evidence(first, second)[1][0]
+            continue
+        one = folds.together(name)
         found |= one.diagonal_fisher() if what == "fisher" else getattr(one, what)(reward)
     return found
 
 
 def summarise(
-    moments: ScoreMoments, row_label: Callable[[str, int], str | None] = lambda name, row: None
+    folds: Folds, halves: str | None = None, row_label: RowLabel = lambda name, row: None
 ) -> dict[str, Any]:
     """Statistics of score moments, as plain JSON values.
 
     Parameters
     ----------
-    moments
-        Moments whose first reward is the one of interest. A reward called ``shuffled`` is taken as the null.
+    folds
+        Moments whose first reward is the one of interest; those called ``permuted-0`` and so on are its null.
+    halves
+        What was kept whole when the sample was split: ``"groups"``, ``"responses"``, or None.
     row_label
         A word for a row of a parameter, such as the token of a row of the embedding, or None.
 
     Returns
     -------
     dict
-        ``rewards``, ``fisher``, ``ceiling``, ``gradient``, ``tightness``, ``uncertainty``, ``tensors``,
+        ``rewards``, ``fisher``, ``ceiling``, ``gradient``, ``tightness``, ``uncertainty``, ``layers``, ``tensors``,
         ``top_parameters`` and ``top_rows``, as the schema ``report_schema.json`` describes them.
     """
-    primary, shuffled = moments.reward_names[0], SHUFFLED in moments.reward_names
-    totals = _Totals(float(moments.reward_std(primary)))
-    tensors = []
-    for name in moments.names:
-        tensors.append(_tensor_summary(_only(moments, name), name, shuffled, totals, row_label))
-    gradients = {
-        reward: math.sqrt(
-            sum(
-                float(_only(moments, name).gradient(reward)[name].double().square().sum())
-                for name in moments.names
-            )
-        )
-        for reward in moments.reward_names
-    }
+    first = folds.together(folds.names[0])
+    totals = _Totals(first, estimate_kind(folds))
+    tensors = [_tensor_summary(folds, name, totals, row_label) for name in folds.names]
+    real = [name for name in first.reward_names if not is_permuted(name)]
+    permuted = [name for name in first.reward_names if is_permuted(name)]
     rewards = [
         {
             "name": reward,
-            "mean": moments.mean_reward(reward),
-            "std": moments.reward_std(reward),
-            "gradient_norm": gradients[reward],
+            "mean": first.mean_reward(reward),
+            "std": first.reward_std(reward),
+            "gradient_norm": math.sqrt(totals.energy[reward]),
+            "tightness": totals.estimate(k),
         }
-        for reward in moments.reward_names
+        for k, reward in enumerate(real)
     ]
+    energy = totals.estimate(0)["energy"]
+    noise = [totals.energy[name] for name in permuted]
     return {
         "rewards": rewards,
         "fisher": {
@@ -150,65 +153,71 @@ def summarise(
             "norm": totals.std * math.sqrt(totals.fisher_sum),
             "quantiles": {f"{q:g}": totals.std * math.sqrt(totals.fisher_quantile(q)) for q in _QUANTILES},
         },
-        "gradient": {"norm": gradients[primary], "norm_shuffled": gradients.get(SHUFFLED)},
-        "tightness": totals.tightness.summary(),
-        "uncertainty": _uncertainty(moments, totals),
+        "gradient": {
+            "norm": math.sqrt(totals.energy[real[0]]),
+            "norm_cross_fitted": None if energy is None else math.sqrt(max(energy, 0.0)),
+            "norm_permuted": math.sqrt(sum(noise) / len(noise)) if noise else None,
+        },
+        "tightness": {"estimate": totals.kind, **totals.estimate(0), **totals.tightness.summary()},
+        "uncertainty": _uncertainty(first, folds, totals, halves),
+        "layers": totals.layer_summaries(),
         "tensors": tensors,
         "top_parameters": totals.top_entries(),
         "top_rows": totals.top_rows(),
     }
 
 
-def _uncertainty(moments: ScoreMoments, totals: _Totals) -> dict[str, Any]:
-    """How far the sample can be trusted. The one place where further measures of error join the report."""
-    if moments.weighting == "probabilities":
-        exact = dict.fromkeys(("effective_size", "noise_floor", "shuffled_tightness", "mean_score_ratio"))
-        return {"kind": "exact", **exact}
+def _uncertainty(first: ScoreMoments, folds: Folds, totals: _Totals, halves: str | None) -> dict[str, Any]:
+    """How far the sample can be trusted."""
+    sampled = totals.kind != "exact"
+    evidence, found = totals.evidence, totals.estimate(0)
     return {
-        "kind": "sampled",
-        "effective_size": moments.weight_sum,
-        "noise_floor": noise_floor(moments.weight_sum),
-        "shuffled_tightness": totals.shuffled.summary() if totals.shuffled.defined else None,
+        "kind": "sampled" if sampled else "exact",
+        "halves": halves,
+        "half_sizes": [part.count for part in folds.of(folds.names[0])] if evidence else None,
+        "permutations": sum(map(is_permuted, first.reward_names)),
+        "effective_size": found["effective_size"],
+        "noise_floor": noise_floor(first.count) if sampled else None,
+        "permutation_floor": evidence.permutation_floor if evidence else None,
+        "in_sample_mean": totals.in_sample_mean if sampled else None,
+        "above_one": totals.above_one,
+        "permuted_mean": evidence.permuted if evidence else None,
+        "permuted": totals.permuted.summary() if totals.permuted.defined else None,
         # N |mean score|² / E|s|²: 1 in expectation for responses drawn from the policy itself.
-        "mean_score_ratio": totals.score_sum_squares / totals.second_moment if totals.second_moment else None,
+        "mean_score_ratio": totals.score_sum_squares / totals.second_moment
+        if sampled and totals.second_moment
+        else None,
     }
 
 
 @dataclass
 class _Histogram:
-    """Values in [0, 1]: counts in narrow bins, and exact sums."""
+    """Values in [-1, 1]: counts in narrow bins, and exact sums. What lies beyond is counted in the last bin."""
 
     counts: Tensor = field(default_factory=lambda: torch.zeros(_BINS, dtype=torch.float64))
     defined: int = 0
     undefined: int = 0
-    total: float = 0.0
-    squares: float = 0.0
 
-    def add(self, values: Tensor) -> tuple[Tensor, int]:
-        """Add a tensor; the values of it that are defined, and their number."""
+    def add(self, values: Tensor) -> None:
+        """Add a tensor."""
         real = values[~values.isnan()].float()
         # NOTE not `histc`: its counts are float32 and stop at 2²⁴, less than one embedding has entries.
-        place = (real * _BINS).long().clamp_(0, _BINS - 1)
+        place = ((real + 1) * (_BINS / 2)).floor_().long().clamp_(0, _BINS - 1)
         self.counts += torch.bincount(place, minlength=_BINS).cpu()
         self.defined += real.numel()
         self.undefined += values.numel() - real.numel()
-        self.total += float(real.double().sum())
-        self.squares += float(real.double().square().sum())
-        return real, real.numel()
 
     def summary(self) -> dict[str, Any]:
-        """Mean, quantiles and a coarse histogram."""
+        """Quantiles and a coarse histogram."""
         cumulated = self.counts.cumsum(0) / max(self.defined, 1)
         quantiles = {
-            f"{q:g}": (int(torch.searchsorted(cumulated, q)) + 0.5) / _BINS if self.defined else None
+            f"{q:g}": (2 * int(torch.searchsorted(cumulated, q)) + 1) / _BINS - 1 if self.defined else None
             for q in _QUANTILES
         }
-        coarse = self.counts.view(50, -1).sum(1) / max(self.defined, 1)
+        coarse = self.counts.view(_COARSE, -1).sum(1) / max(self.defined, 1)
         return {
             "defined": self.defined,
             "undefined": self.undefined,
-            "mean": self.total / self.defined if self.defined else None,
-            "rms": math.sqrt(self.squares / self.defined) if self.defined else None,
             "quantiles": quantiles,
             "histogram": coarse.tolist(),
         }
@@ -217,18 +226,77 @@ class _Histogram:
 class _Totals:
     """What is summed over all parameters."""
 
-    def __init__(self, std: float) -> None:
-        self.std = std
-        self.tightness, self.shuffled = _Histogram(), _Histogram()
+    def __init__(self, first: ScoreMoments, kind: str) -> None:
+        self.kind, self.names = kind, first.reward_names
+        self.std = float(first.reward_std(first.reward_names[0]))
+        self.tightness, self.permuted = _Histogram(), _Histogram()
+        self.evidence: Evidence | None = None
+        self.layers: dict[int, list[tuple[int, float, Evidence | None, float]]] = {}
         size = (_DECADES[1] - _DECADES[0]) * _PER_DECADE
         self._counts, self._mass = (
             torch.zeros(size, dtype=torch.float64),
             torch.zeros(size, dtype=torch.float64),
         )
-        self.parameters = self.fisher_zero = 0
+        self.energy = dict.fromkeys(first.reward_names, 0.0)
+        self.inside, self.inside_squares = ([0.0] * len(first.reward_names) for _ in range(2))
+        self.parameters = self.fisher_zero = self.above_one = self.varying = 0
         self.fisher_sum = self.score_sum_squares = self.second_moment = 0.0
         self._entries: list[tuple[float, int, dict[str, Any]]] = []
         self._rows: list[tuple[float, int, dict[str, Any]]] = []
+
+    @property
+    def in_sample_mean(self) -> float | None:
+        """Mean of the first reward's in-sample tightness."""
+        return self.inside[0] / self.varying if self.varying else None
+
+    def add_inside(self, one: ScoreMoments, inside: list[Tensor]) -> None:
+        """Add the in-sample sums of one tensor."""
+        (name,) = one.names
+        for k, reward in enumerate(self.names):
+            self.energy[reward] += _square(one.gradient(reward)[name])
+            self.inside[k] += float(inside[k].nansum(dtype=torch.float64))
+            self.inside_squares[k] += float(inside[k].square().nansum(dtype=torch.float64))
+        self.varying += int((~inside[0].isnan()).sum())
+        self.above_one += int((inside[0] > 1).sum())
+        self.score_sum_squares += _square(one.scores[name]) / one.weight_sum
+        self.second_moment += float(one.squares[name].sum(dtype=torch.float64)) / one.weight_sum
+
+    def estimate(self, reward: int) -> dict[str, Any]:
+        """Tightness of one reward over all parameters."""
+        if self.evidence is not None:
+            return dataclasses.asdict(self.evidence.estimate(reward))
+        if self.kind == "none":
+            return dict.fromkeys(_ESTIMATE)
+        exact = {"energy": self.energy[self.names[reward]], "degrees_of_freedom": 0}
+        if self.varying:
+            exact |= {"mean": self.inside[reward] / self.varying}
+            exact |= {"mean_square": self.inside_squares[reward] / self.varying}
+        return dict.fromkeys(_ESTIMATE) | exact
+
+    def layer_summaries(self) -> list[dict[str, Any]]:
+        """Tightness by layer."""
+        found = []
+        for layer, tensors in sorted(self.layers.items()):
+            evidence = [e for _, _, e, _ in tensors if e is not None]
+            mean = error = null = None
+            if evidence:
+                total = evidence[0]
+                for more in evidence[1:]:
+                    total = total + more
+                estimate = total.estimate()
+                mean, error, null = estimate.mean, estimate.standard_error, total.permuted
+            elif self.kind == "exact" and (varying := sum(n for n, *_ in tensors)):
+                mean = sum(t for *_, t in tensors) / varying
+            found.append(
+                {
+                    "layer": layer,
+                    "tightness_mean": mean,
+                    "tightness_error": error,
+                    "permuted_mean": null,
+                    "fisher_sum": sum(f for _, f, _, _ in tensors),
+                }
+            )
+        return found
 
     def add_fisher(self, fisher: Tensor) -> float:
         """Add a Fisher diagonal; its sum."""
@@ -278,26 +346,30 @@ class _Totals:
         return [entry for *_, entry in sorted(self._rows, key=lambda item: -item[0])]
 
 
-def _tensor_summary(
-    one: ScoreMoments,
-    name: str,
-    shuffled: bool,
-    totals: _Totals,
-    row_label: Callable[[str, int], str | None],
-) -> dict[str, Any]:
+def _tensor_summary(folds: Folds, name: str, totals: _Totals, row_label: RowLabel) -> dict[str, Any]:
     """Statistics of one parameter tensor; adds to the totals."""
+    one = folds.together(name)
     primary = one.reward_names[0]
     gradient, fisher = one.gradient(primary)[name], one.diagonal_fisher()[name]
-    totals.score_sum_squares += float(one.scores[name].double().square().sum()) / one.weight_sum
-    totals.second_moment += float(one.squares[name].double().sum()) / one.weight_sum
     fisher_sum = totals.add_fisher(fisher)
-    tightness = one.tightness(primary)[name]
-    real, defined = totals.tightness.add(tightness)
-    null, _ = totals.shuffled.add(one.tightness(SHUFFLED)[name]) if shuffled else (real[:0], 0)
+    inside = [one.tightness(reward)[name] for reward in one.reward_names]
+    totals.add_inside(one, inside)
+    evidence, fitted, energy = _evidence(folds, name, totals, inside)
+    mean = error = square = null = size = None
+    if evidence is not None:
+        estimate = evidence.estimate()
+        mean, error, square = estimate.mean, estimate.standard_error, estimate.mean_square
+        null, size = evidence.permuted, estimate.effective_size
+    elif totals.kind == "exact" and bool((~fitted.isnan()).any()):
+        mean, square = float(fitted.nanmean()), float(fitted.square().nanmean())
     layer, matrix = _place(name)
-    squares = float(gradient.double().square().sum())
-    _offer_entries(name, totals, fisher, gradient, tightness)
-    _offer_rows(name, totals, fisher, gradient, row_label)
+    if layer is not None:
+        varying = int((~inside[0].isnan()).sum())
+        totals.layers.setdefault(layer, []).append(
+            (varying, fisher_sum, evidence, float(inside[0].nansum(dtype=torch.float64)))
+        )
+    _offer_entries(name, totals, fisher, gradient, fitted)
+    _offer_rows(name, totals, fisher, gradient, energy, row_label)
     return {
         "name": name,
         "layer": layer,
@@ -306,20 +378,41 @@ def _tensor_summary(
         "parameters": gradient.numel(),
         "fisher_sum": fisher_sum,
         "ceiling_rms": totals.std * math.sqrt(fisher_sum / gradient.numel()),
-        "gradient_norm": math.sqrt(squares),
-        "tightness_mean": float(real.double().mean()) if defined else None,
-        "tightness_rms": float(real.double().square().mean().sqrt()) if defined else None,
-        "tightness_undefined": gradient.numel() - defined,
-        "shuffled_tightness_mean": float(null.double().mean()) if len(null) else None,
+        "gradient_norm": math.sqrt(_square(gradient)),
+        "tightness_mean": mean,
+        "tightness_error": error,
+        "tightness_mean_square": square,
+        "tightness_undefined": int(inside[0].isnan().sum()),
+        "permuted_mean": null,
+        "effective_size": size,
     }
 
 
-def _offer_entries(name: str, totals: _Totals, fisher: Tensor, gradient: Tensor, tightness: Tensor) -> None:
+def _evidence(
+    folds: Folds, name: str, totals: _Totals, inside: list[Tensor]
+) -> tuple[Evidence | None, Tensor, Tensor | None]:
+    """What counts as tightness of one tensor, and the squares of its gradient without the bias of one sample."""
+    if totals.kind != "cross-fitted":
+        fitted = inside[0] if totals.kind == "exact" else torch.full_like(inside[0], torch.nan)
+        totals.tightness.add(fitted)
+        energy = folds.together(name).gradient(totals.names[0])[name].double().square()
+        return None, fitted, energy if totals.kind == "exact" else None
+    first, second = folds.of(name)
+    real = sum(not is_permuted(reward) for reward in totals.names)
+    evidence, found = tensor_evidence(first, second, real)
+    totals.evidence = evidence if totals.evidence is None else totals.evidence + evidence
+    totals.tightness.add(found[0])
+    for null in found[real:]:
+        totals.permuted.add(null)
+    return evidence, found[0], cross_fitted_energy(first, second, totals.names[0])[name].double()
+
+
+def _offer_entries(name: str, totals: _Totals, fisher: Tensor, gradient: Tensor, fitted: Tensor) -> None:
     """Offer the entries of a tensor with the most room, ceiling minus gradient."""
     room = (totals.std * fisher.sqrt() - gradient.abs()).flatten()
     for value, place in zip(*(t.tolist() for t in room.topk(min(_TOP, len(room)))), strict=True):
         index = [int(i) for i in torch.unravel_index(torch.tensor(place), gradient.shape)]
-        rho = float(tightness.flatten()[place])
+        rho = float(fitted.flatten()[place])
         entry = {
             "name": name,
             "index": index,
@@ -335,31 +428,32 @@ def _offer_rows(
     totals: _Totals,
     fisher: Tensor,
     gradient: Tensor,
-    row_label: Callable[[str, int], str | None],
+    energy: Tensor | None,
+    row_label: RowLabel,
 ) -> None:
     """Offer the rows of a matrix with the most room; a row's ceiling bounds the norm of its gradient."""
     if fisher.dim() < 2:
         return
-    ceiling = totals.std * fisher.flatten(1).double().sum(1).sqrt()
-    norm = gradient.flatten(1).double().square().sum(1).sqrt()
-    room = ceiling - norm
+    squared = totals.std**2 * fisher.flatten(1).sum(1, dtype=torch.float64)
+    norm = gradient.flatten(1).square().sum(1, dtype=torch.float64).sqrt()
+    share = None if energy is None else energy.flatten(1).sum(1) / squared
+    room = squared.sqrt() - norm
     for value, row in zip(*(t.tolist() for t in room.topk(min(_TOP, len(room)))), strict=True):
+        used = None if share is None or bool(share[row].isnan()) else float(share[row])
         entry = {
             "name": name,
             "row": row,
             "label": row_label(name, row),
-            "ceiling": float(ceiling[row]),
+            "ceiling": math.sqrt(float(squared[row])),
             "gradient_norm": float(norm[row]),
+            "energy_share": used,
         }
         totals.offer("row", value, entry)
 
 
-def _only(moments: ScoreMoments, name: str) -> ScoreMoments:
-    """Moments of one parameter."""
-    parts: dict[str, Any] = {
-        part: {name: getattr(moments, part)[name]} for part in ("scores", "squares", "reward_scores")
-    }
-    return dataclasses.replace(moments, **parts)
+def _square(values: Tensor) -> float:
+    """Squared norm."""
+    return float(values.double().square().sum())
 
 
 def _place(name: str) -> tuple[int | None, str]:
@@ -371,25 +465,29 @@ def _place(name: str) -> tuple[int | None, str]:
     return int(found[1]), re.sub(r"\.\d+(?=\.|$)", ".*", found[2])
 
 
-def write_derived(moments: ScoreMoments, folder: Path) -> None:
+def write_derived(folds: Folds, folder: Path) -> None:
     """Write gradient, Fisher diagonal and tightness, a file each, keyed by parameter name.
 
     Parameters
     ----------
-    moments
+    folds
         The moments; the first reward is written.
     folder
         Where to. Each file is whole or absent.
 
     Notes
     -----
-    The JSON in the files' metadata under ``ceilings`` names the quantity, reward, level and count.
+    The JSON in the files' metadata under ``ceilings`` names the quantity, reward, level and count; for tightness
+    also the estimate, which is in-sample and no evidence where the responses were too few for two halves.
     """
+    kind = estimate_kind(folds)
     for what in ("gradient", "fisher", "tightness"):
         header = {
             "kind": f"ceilings.{what}",
-            "reward": None if what == "fisher" else moments.reward_names[0],
-            "level": moments.level,
-            "count": moments.count,
+            "reward": None if what == "fisher" else folds.first.reward_names[0],
+            "level": folds.first.level,
+            "count": folds.count,
         }
-        write_tensors(folder / f"{what}.safetensors", derived_tensors(moments, what), header)
+        if what == "tightness":
+            header["estimate"] = "in-sample" if kind == "none" else kind
+        write_tensors(folder / f"{what}.safetensors", derived_tensors(folds, what), header)

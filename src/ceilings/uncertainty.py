@@ -34,9 +34,11 @@ __all__ = [
     "cross_fitted_tightness",
     "effective_sample_size",
     "halves",
+    "is_permuted",
     "noise_floor",
     "permutation_floor",
     "score_halves",
+    "standardised_covariances",
     "weights_sample_size",
     "with_permuted",
 ]
@@ -118,6 +120,22 @@ def halves(count: int, generator: torch.Generator, groups: Tensor | None = None)
     first[torch.randperm(len(members), generator=generator)[: len(members) // 2]] = True
     where = first[index.cpu()]
     return where.nonzero()[:, 0], (~where).nonzero()[:, 0]
+
+
+def is_permuted(reward: str) -> bool:
+    """Whether a reward is a permuted copy, by its name.
+
+    Parameters
+    ----------
+    reward
+        Its name.
+
+    Returns
+    -------
+    bool
+        Whether `with_permuted` made it.
+    """
+    return reward.startswith(_PERMUTED)
 
 
 def with_permuted(
@@ -221,6 +239,47 @@ def score_halves(
     return found[0], found[1]
 
 
+def standardised_covariances(
+    first: ScoreMoments, second: ScoreMoments, reward: str | None = None
+) -> dict[str, tuple[Tensor, Tensor]]:
+    r"""Covariances of both halves over the standard deviations of all responses.
+
+    Parameters
+    ----------
+    first, second, reward
+        As in `cross_fitted_tightness`.
+
+    Returns
+    -------
+    dict
+        :math:`\hat g_1 / (\hat\sigma \hat F^{1/2})` and :math:`\hat g_2 / (\hat\sigma \hat F^{1/2})` a parameter;
+        NaN where nothing varies.
+
+    Shapes
+    ------
+    As the parameter.
+
+    Units
+    -----
+    1.
+
+    Raises
+    ------
+    ValueError
+        If the moments do not belong together.
+    """
+    here, there = (_unbiased_gradient(half, reward) for half in _check_halves(first, second))
+    together = first.merge(second)
+    ceiling, varies = together.ceiling(reward), together.tightness(reward)
+    # Variances that divide by N − 1, the reward's and that of a centred score.
+    scale = (together.count / (together.count - 1)) ** (1.0 if together.level == "sequence" else 0.5)
+    found = {}
+    for name in together.names:
+        roof = torch.where(varies[name].isnan(), torch.nan, scale * ceiling[name])
+        found[name] = here[name] / roof, there[name] / roof
+    return found
+
+
 def cross_fitted_tightness(
     first: ScoreMoments, second: ScoreMoments, reward: str | None = None
 ) -> dict[str, Tensor]:
@@ -265,7 +324,7 @@ def cross_fitted_tightness(
     ----------
     Claim ``prop-vacuous``.
     """
-    pairs = _standardised(first, second, reward)
+    pairs = standardised_covariances(first, second, reward)
     return {name: (a.sign() * b + b.sign() * a) / 2 for name, (a, b) in pairs.items()}
 
 
@@ -307,7 +366,7 @@ def cross_fitted_squares(
     ----------
     Claims ``thm-ceiling``, ``prop-vacuous``.
     """
-    return {name: a * b for name, (a, b) in _standardised(first, second, reward).items()}
+    return {name: a * b for name, (a, b) in standardised_covariances(first, second, reward).items()}
 
 
 def cross_fitted_energy(
@@ -378,7 +437,7 @@ def permutation_floor(moments: ScoreMoments) -> dict[str, Tensor]:
     ----------
     Claim ``prop-vacuous``.
     """
-    permuted = [name for name in moments.reward_names if name.startswith(_PERMUTED)]
+    permuted = [name for name in moments.reward_names if is_permuted(name)]
     if not permuted:
         raise ValueError(f"no reward among {moments.reward_names} is permuted: add some with `with_permuted`")
     found = [moments.tightness(name) for name in permuted]
@@ -418,7 +477,7 @@ def effective_sample_size(
     ----------
     Claim ``prop-vacuous``.
     """
-    pairs = _standardised(first, second, reward)
+    pairs = standardised_covariances(first, second, reward)
     total = first.count + second.count
     expected = 1 / first.count + 1 / second.count
     found = {}
@@ -518,7 +577,7 @@ def cross_fit(first: ScoreMoments, second: ScoreMoments, reward: str = "reward")
     """
     together = first.merge(second)
     floor = permutation_floor(together)
-    names = [name for name in first.reward_names if name.startswith(_PERMUTED)]
+    names = [name for name in first.reward_names if is_permuted(name)]
     permuted = [cross_fitted_tightness(first, second, name) for name in names]
     return CrossFit(
         tightness=cross_fitted_tightness(first, second, reward),
@@ -547,19 +606,3 @@ def _unbiased_gradient(half: ScoreMoments, reward: str | None) -> dict[str, Tens
     """Covariance that divides by N − 1."""
     scale = half.count / (half.count - 1)
     return {name: scale * g for name, g in half.gradient(reward).items()}
-
-
-def _standardised(
-    first: ScoreMoments, second: ScoreMoments, reward: str | None
-) -> dict[str, tuple[Tensor, Tensor]]:
-    """Covariances of both halves over the standard deviations of all responses; NaN where those are zero."""
-    here, there = (_unbiased_gradient(half, reward) for half in _check_halves(first, second))
-    together = first.merge(second)
-    ceiling, varies = together.ceiling(reward), together.tightness(reward)
-    # Variances that divide by N − 1, the reward's and that of a centred score.
-    scale = (together.count / (together.count - 1)) ** (1.0 if together.level == "sequence" else 0.5)
-    found = {}
-    for name in together.names:
-        roof = torch.where(varies[name].isnan(), torch.nan, scale * ceiling[name])
-        found[name] = here[name] / roof, there[name] / roof
-    return found

@@ -1,0 +1,132 @@
+"""The page of ``report.json``: every field, from the schema that the tests hold reports to.
+
+    python tools/report_fields.py build    write book/tool/report.md
+    python tools/report_fields.py check    is it what the schema says?
+
+Nothing is written here by hand but the introduction; a field is explained where it is defined, in the schema.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ceilings.report import schema
+
+__all__ = ["fields", "page"]
+
+ROOT = Path(__file__).resolve().parents[1]
+TARGET = ROOT / "book" / "tool" / "report.md"
+
+HEAD = """# The report, field by field
+
+`ceilings measure … --out DIR` writes all its numbers to `DIR/report.json`. [The manual](measure.ipynb) says how to
+read them; this page is the reference, made from the schema that the library carries: `from ceilings.report import
+schema`. It describes version {version} of the layout. A field that changes its meaning or goes away makes a new
+version; one that is added does not.
+
+Three words recur. *In-sample* numbers use each response twice, to suggest and to confirm; they are no evidence.
+*Cross-fitted* ones try on one half of the responses what the other half suggests. *Permuted* rewards are the same
+numbers dealt out anew. R is the reward, $\\sigma(R)$ its standard deviation, F the diagonal Fisher information;
+units and shapes are those of [the notation](../notation.md).
+"""
+TYPES = {
+    "number": "number",
+    "integer": "integer",
+    "string": "text",
+    "boolean": "true or false",
+    "object": "object",
+    "null": "null",
+}
+
+
+def fields(node: Mapping[str, Any], whole: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The fields of an object and their schemas, those of the definitions that it refers to first."""
+    for part in node.get("allOf", []):
+        yield from fields(resolved(part, whole), whole)
+    yield from node.get("properties", {}).items()
+
+
+def resolved(node: Mapping[str, Any], whole: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A schema with the definition that it refers to filled in; what it says itself has precedence."""
+    name = node.get("$ref", "").rpartition("/")[2]
+    return {**whole["$defs"][name], **node} if name else node
+
+
+def kind(node: Mapping[str, Any], whole: Mapping[str, Any]) -> str:
+    """What a field holds, in words."""
+    node = resolved(node, whole)
+    if "const" in node:
+        return f"always `{node['const']}`"
+    if "enum" in node:
+        return " or ".join("null" if value is None else f"`{value}`" for value in node["enum"])
+    if "anyOf" in node:
+        found = [kind(part, whole) for part in node["anyOf"]]
+        return " or ".join(sorted(found, key=lambda text: text == "null"))
+    if "allOf" in node:
+        return "object"
+    types = node["type"] if isinstance(node["type"], list) else [node["type"]]
+    if types == ["array"]:
+        return plural(kind(node["items"], whole))
+    if types == ["number"] and node.get("maximum") == 1:
+        return "number from 0 to 1"
+    if types == ["object"] and isinstance(node.get("additionalProperties"), dict):
+        return f"{kind(node['additionalProperties'], whole)}, by name"
+    return " or ".join(TYPES[name] for name in types)
+
+
+def plural(one: str) -> str:
+    """A list of something, in words."""
+    return "list of " + re.sub(r"^(number|integer|text|object)", r"\1s", one)
+
+
+def meaning(node: Mapping[str, Any], whole: Mapping[str, Any]) -> str:
+    """What a field means; options of the command are set as code, or their dashes would become one."""
+    return re.sub(r"--[a-z-]+", r"`\g<0>`", resolved(node, whole)["description"])
+
+
+def entry(name: str, node: Mapping[str, Any], whole: Mapping[str, Any]) -> str:
+    """One field: its name and kind, and below them what it means."""
+    return f"`{name}` — {kind(node, whole)}\n: {meaning(node, whole)}\n"
+
+
+def inner(node: Mapping[str, Any], whole: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    """The fields within a field: those of the object that it holds, or of the objects in its list."""
+    node = resolved(node, whole)
+    return list(fields(resolved(node.get("items", node), whole), whole))
+
+
+def page() -> str:
+    """The text of the page."""
+    whole = schema()
+    parts = [HEAD.format(version=whole["properties"]["version"]["const"])]
+    plain = [(name, node) for name, node in fields(whole, whole) if not inner(node, whole)]
+    parts.append("## Single fields\n")
+    parts += [entry(name, node, whole) for name, node in plain]
+    for name, node in fields(whole, whole):
+        within = inner(node, whole)
+        if within:
+            parts.append(f"## `{name}`\n\n{kind(node, whole).capitalize()}. {meaning(node, whole)}\n")
+            parts += [entry(field, found, whole) for field, found in within]
+    return "\n".join(parts)
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description="Write the page of report.json.")
+    parser.add_argument("command", choices=["build", "check"])
+    if parser.parse_args().command == "build":
+        TARGET.write_text(page(), encoding="utf-8")
+        print(f"{TARGET.relative_to(ROOT)} written")
+        return 0
+    if TARGET.read_text(encoding="utf-8") != page():
+        print("book/tool/report.md is not what report_schema.json says; run: make report")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
