@@ -75,11 +75,11 @@ def table(made: PatchSummary) -> list[str]:
     lines = [
         f"{made.path}: {_size(made.size)}; {made.changed:,} of {made.common:,} numbers changed "
         f"({100 * made.density:.3g} %), in {len(touched)} of {len(tuned)} tensors",
-        _line("positions", made.position_bytes, f"random ones need {_size(made.position_bound)}, Σ n·H(d)"),
+        _line("positions", made.position_bytes, f"random ones need {_size(made.position_bound)}, n·H(d)"),
         _line("values", made.value_bytes, value_bits),
     ]
     if made.stored_bytes:
-        lines.append(_line("rows and tensors that the base does not have", made.stored_bytes))
+        lines.append(_line("new rows and tensors", made.stored_bytes))
     if made.removed:
         lines.append(f"  {len(made.removed)} tensors of the base are not in the result")
     lines += [
@@ -95,7 +95,11 @@ def table(made: PatchSummary) -> list[str]:
     ]
     for rank in _RANKS:
         lines.append(
-            _line(f"LoRA of rank {rank}", made.adapter_bytes(rank), "could hold a delta of that rank only")
+            _line(
+                f"LoRA of rank {rank}",
+                made.adapter_bytes(rank),
+                "another model: holds only a change of that rank",
+            )
         )
     return lines
 
@@ -201,7 +205,7 @@ def _shown(console: Console, what: str) -> Any:
 
 def _line(what: str, size: float, note: str = "") -> str:
     """One line of a table of sizes."""
-    return f"  {what:<44} {_size(size):>9}" + (f"   {note}" if note else "")
+    return f"  {what:<27} {_size(size):>9}" + (f"   {note}" if note else "")
 
 
 def _size(size: float) -> str:
