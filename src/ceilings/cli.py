@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from ceilings.console import OK, STOPPED, Parser, Terminal, fail
 from ceilings.diff_options import add_diff
 from ceilings.measure_options import add_measure
+from ceilings.patch_options import add_patch
 
 __all__ = ["main"]
 
@@ -51,4 +52,5 @@ def _parser() -> Parser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     add_measure(commands)
     add_diff(commands)
+    add_patch(commands)
     return parser
