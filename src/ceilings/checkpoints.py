@@ -95,7 +95,7 @@ class Checkpoint:
     quantised: str | None
     config: dict[str, Any]
     notes: tuple[str, ...]
-    _parts: dict[str, _Part] = field(repr=False)
+    _parts: dict[str, Any] = field(repr=False)  # how each file is read: a `_Part`
     _infos: dict[str, TensorInfo] = field(repr=False)
 
     def info(self, name: str) -> TensorInfo:
