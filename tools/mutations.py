@@ -654,6 +654,41 @@ CHECKPOINTS = [
         "sum(shared), most",
         "tests/test_checkpoint_diff.py -k interval",
     ),
+    fault(
+        "a patch that goes onto any base of the same shapes",
+        "src/ceilings/patch.py",
+        "    if digest_of(what, old.raw(name)) != digest:",
+        "    if digest is None:",
+        "tests/test_patch.py -k another_base",
+    ),
+    fault(
+        "a patch that does not check what it says of itself",
+        "src/ceilings/patch_file.py",
+        'if file.metadata["ceilings_sha256"] != _sha256(file.metadata["ceilings"]):',
+        'if "ceilings_sha256" not in file.metadata:',
+        "tests/test_patch.py -k damaged_byte",
+    ),
+    fault(
+        "a checkpoint under its final name before it is complete",
+        "src/ceilings/patch_file.py",
+        'temporary = path.with_name(f".{path.name}.{os.getpid()}.part")',
+        "temporary = path",
+        "tests/test_patch.py -k 'killed or failure'",
+    ),
+    fault(
+        "a merge in which the other patch decides",
+        "src/ceilings/patch_merge.py",
+        "(a, b, of_b) if first else (b, a, of_a)",
+        "(b, a, of_a) if first else (a, b, of_b)",
+        "tests/test_patch_merge.py -k union",
+    ),
+    fault(
+        "gaps of which too much is left uncoded",
+        "src/ceilings/patch_coding.py",
+        "mean.bit_length() - 4",
+        "mean.bit_length() + 2",
+        "tests/test_patch.py -k random_positions",
+    ),
 ]
 
 FAULTS = [*LIBRARY, *CHECKPOINTS, *CHAPTERS, *CLAIMS, *RECORDS, *BOOK]
