@@ -21,7 +21,7 @@ from ceilings.pytorch_file import PytorchFile
 from ceilings.safetensors_file import SafetensorsFile, TensorInfo
 from ceilings.ties import find_ties
 
-__all__ = ["Checkpoint", "TensorInfo", "is_adapter", "open_checkpoint"]
+__all__ = ["Checkpoint", "is_adapter", "open_checkpoint"]
 
 _WHOLE: Final = (
     "model.safetensors.index.json",
