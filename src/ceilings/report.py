@@ -11,7 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
 
-from ceilings.charts import number, percent, signed
+from ceilings.charts import number, percent, signed, with_error
 from ceilings.evidence import critical_value
 
 __all__ = ["VERSION", "caveats", "conclusions", "package_versions", "schema", "write_json"]
@@ -152,7 +152,7 @@ def _verdict(tightness: Mapping[str, Any]) -> str:
     if mean is None or error is None:
         return "undefined, the reward does not vary"
     limit = critical_value(tightness["degrees_of_freedom"]) * error
-    said = f"mean tightness {signed(mean)}, standard error {number(error, 2)}"
+    said = f"mean tightness {with_error(mean, error, ', standard error ')}"
     if mean > limit:
         return (
             f"{said}, which is more than chance gives in one sample of twenty. That belongs to the parameters "
