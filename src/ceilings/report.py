@@ -139,7 +139,12 @@ def _signal(report: Mapping[str, Any]) -> str:
             f"{percent(tightness['quantiles']['0.99'], 2)}. The expectation is exact, so this is no sampling noise."
         )
     size = uncertainty["effective_size"]
-    worth = "" if size is None else f" The sample is worth about {number(size)} independent responses."
+    count = report["sample"]["responses"]
+    worth = (
+        ""
+        if size is None
+        else f" The sample is worth about {number(min(size, count))} independent responses."
+    )
     return (
         f"How much of the ceiling this reward uses: {_verdict(tightness)}. One half of the responses tried what the "
         f"other suggested; rewards dealt out anew gave {signed(uncertainty['permuted_mean'])} in the same way.{worth}"
