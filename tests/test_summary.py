@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from ceilings.charts import number, percent
+from ceilings.charts import number, percent, with_error
 from ceilings.folds import Folds, two_halves
 from ceilings.moments import ScoreMoments
 from ceilings.summary import _Histogram, derived_tensors, summarise
@@ -125,3 +125,10 @@ def test_numbers_are_for_readers():
         "2,118",
         "1.50 × 10⁻⁶",
     ]
+
+
+def test_a_number_has_no_more_digits_than_its_error_allows():
+    assert with_error(6.28e-4, 0.0383) == "0.001 ± 0.038"
+    assert with_error(-0.0326, 0.0081) == "−0.0326 ± 0.0081"
+    assert with_error(-1e-9, 0.05) == "0.000 ± 0.050" and with_error(123.4, 25.0) == "123 ± 25"
+    assert with_error(None, None) == "–" and with_error(0.25, None) == "0.25"

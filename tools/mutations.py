@@ -370,8 +370,8 @@ LIBRARY = [
     fault(
         "what is true left in the direction that stands for chance",
         "src/ceilings/evidence.py",
-        "nulls.append((a - b) / math",
-        "nulls.append((a + b) / math",
+        "nulls.append((a - b)",
+        "nulls.append((a + b)",
         "tests/test_evidence.py -k 'functions or whatever'",
     ),
     fault(

@@ -20,6 +20,7 @@ __all__ = [
     "number",
     "percent",
     "signed",
+    "with_error",
 ]
 
 _WIDTH: Final = 420
@@ -89,6 +90,30 @@ def signed(value: float | None, digits: int = 3) -> str:
         With a minus sign as wide as a plus.
     """
     return number(value, digits).replace("-", "−")
+
+
+def with_error(value: float | None, error: float | None, separator: str = " ± ") -> str:
+    """Number and its standard error, for a reader.
+
+    Parameters
+    ----------
+    value
+        The number, or None for one that is undefined.
+    error
+        Its standard error; None for a number that has none.
+    separator
+        What stands between the two.
+
+    Returns
+    -------
+    str
+        Both to the second digit of the error: what follows it says nothing.
+    """
+    if value is None or not error:
+        return signed(value)
+    places = max(0, 1 - math.floor(math.log10(error)))
+    rounded = round(value, places) + 0.0  # no minus before a zero
+    return f"{rounded:.{places}f}{separator}{error:.{places}f}".replace("-", "−")
 
 
 def heat_map(cells: Mapping[tuple[str, str], float], unit: str, label: str, logarithmic: bool = False) -> str:

@@ -25,11 +25,10 @@ import torch
 from torch import Tensor
 
 from ceilings.moments import ScoreMoments
-from ceilings.uncertainty import standardised_covariances
 
 __all__ = ["Estimate", "Evidence", "critical_value", "tensor_evidence"]
 
-_CHUNK: Final = 1 << 22  # entries handled at once: temporaries of a large embedding would cost a gigabyte
+_CHUNK: Final = 1 << 19  # entries handled at once: temporaries of a large embedding would cost a gigabyte
 _CRITICAL: Final = {1: 12.7, 3: 3.18, 10: 2.23, 21: 2.08, 36: 2.03}  # Student's t, 95 % within
 
 
@@ -255,27 +254,33 @@ def _chunk_evidence(first: ScoreMoments, second: ScoreMoments, rewards: int) -> 
     (name,) = first.names
     n1, n2 = first.count, second.count
     together = first.merge(second)
+    # As `standardised_covariances` does for one reward, with what all of them share taken once.
+    fisher = together.diagonal_fisher()[name]
+    defined = ~together.tightness(first.reward_names[0])[name].isnan()
+    root = torch.where(defined, fisher.sqrt(), torch.nan)
+    correction = (together.count / (together.count - 1)) ** (1.0 if together.level == "sequence" else 0.5)
+    kept = slice(None) if bool(defined.all()) else defined
     sums: dict[str, list[float]] = {"tightness": [], "squares": [], "energy": [], "in_sample": []}
     nulls: list[Tensor] = []
     fitted: list[Tensor] = []
     for k, reward in enumerate(first.reward_names):
-        a, b = standardised_covariances(first, second, reward)[name]
-        tightness = (a.sign() * b + b.sign() * a) / 2
+        std = together.reward_std(reward) if together.reward_varies(reward) else math.nan
+        roof = root * std
+        g1 = first.gradient(reward)[name] * (n1 / (n1 - 1))
+        g2 = second.gradient(reward)[name] * (n2 / (n2 - 1))
+        a, b = g1.div(roof).div_(correction), g2.div(roof).div_(correction)
+        tightness = (a.sign() * b).add_(b.sign() * a).div_(2)
         fitted.append(tightness)
-        defined = ~fitted[0].isnan()  # of another reward that does not vary, every sum is NaN
-        inside = together.tightness(reward)[name]
-        roof = together.ceiling(reward)[name].double() ** 2
-        product = (a * b).double()
-        correction = (together.count / (together.count - 1)) ** (2.0 if together.level == "sequence" else 1.0)
-        sums["tightness"].append(_total(tightness[defined]))
-        sums["squares"].append(_total(product[defined]))
-        sums["energy"].append(correction * _total((product * roof)[defined]))
-        sums["in_sample"].append(_total(inside[defined]))
-        a, b = a[defined], b[defined]
+        a, b = a[kept], b[kept]
+        sums["tightness"].append(_total(tightness[kept]))
+        sums["squares"].append(_total(a * b))
+        sums["energy"].append(_total((g1 * g2)[kept]) + 0 * std)
+        sums["in_sample"].append(_total(together.gradient(reward)[name].abs_().div_(roof)[kept]))
         if k < rewards:
-            nulls.append((a - b) / math.sqrt(1 / n1 + 1 / n2))
+            nulls.append((a - b).div_(math.sqrt(1 / n1 + 1 / n2)))
         else:
-            nulls += [(a * math.sqrt(n1) + sign * b * math.sqrt(n2)) / math.sqrt(2) for sign in (1, -1)]
+            a, b = a * math.sqrt(n1 / 2), b * math.sqrt(n2 / 2)
+            nulls += [a + b, a - b]
     evidence = Evidence(
         rewards=rewards,
         counts=(n1, n2),
@@ -289,8 +294,10 @@ def _chunk_evidence(first: ScoreMoments, second: ScoreMoments, rewards: int) -> 
 
 def _crossed(nulls: Sequence[Tensor]) -> Tensor:
     """Sums of the sign of one null direction times another."""
-    signs = [u.sign() for u in nulls]
-    rows = [[_total(s * u) for u in nulls] for s in signs]
+    rows = []
+    for u in nulls:
+        sign = u.sign()
+        rows.append([_total(sign * v) for v in nulls])
     return torch.tensor(rows, dtype=torch.float64)
 
 

@@ -21,6 +21,7 @@ _OVERHEAD: Final = 4e8  # bytes of Python, PyTorch and transformers
 _BACKWARD: Final = (
     3.7  # time of a forward pass with its share of the backward one, against a forward pass alone
 )
+_SUMMARY: Final = 1.3e-7  # seconds of one core to read, cross-fit and write one entry of one sum
 _PASS_TOKENS: Final = 512  # tokens of the pass that is timed
 
 
@@ -119,6 +120,7 @@ def sample_cost(
         padded = rollouts.padded()
         total += next_token_cost(model, padded.input_ids, padded.response_mask, padded.attention_mask).seconds
         batch += 8e8  # one pass for many directions of the head's covariance at once
+    total += _SUMMARY * count * (2 + columns)
     sums = count * wide * ((1 if exact else 2) + columns)
     files = (1 if exact else 2) * sums + 3 * count * wide
     return Cost(count, weights, sums, batch, total, files)

@@ -379,7 +379,7 @@ class ScoreMoments:
             rounding = (
                 _RESOLUTION * torch.finfo(fisher[name].dtype).eps * self.squares[name] / self.weight_sum
             )
-            varies = (fisher[name] > rounding) & self._reward_varies(reward)
+            varies = (fisher[name] > rounding) & self.reward_varies(reward)
             ratio = gradient[name].abs() / ceiling[name]
             # Where one law gives both moments, what exceeds 1 is rounding. Elsewhere it is not to be hidden.
             one_law = self.level == "sequence" or (self.level, self.weighting) == (
@@ -539,8 +539,19 @@ class ScoreMoments:
             raise ValueError(f"no reward is called {reward!r}: name one of {self.reward_names}")
         return self.reward_names.index(reward)
 
-    def _reward_varies(self, reward: str | None) -> bool:
-        """Whether the reward's variance exceeds the rounding of its sums."""
+    def reward_varies(self, reward: str | None = None) -> bool:
+        """Whether a reward's variance exceeds the rounding of its sums.
+
+        Parameters
+        ----------
+        reward
+            Its name; None where there is only one.
+
+        Returns
+        -------
+        bool
+            Whether it does.
+        """
         second = float(self.reward_squares[self._row(reward)]) / self.weight_sum
         return self.reward_std(reward) ** 2 > _RESOLUTION * torch.finfo(torch.float64).eps * second
 

@@ -11,7 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
 
-from ceilings.charts import number, percent, signed
+from ceilings.charts import number, percent, signed, with_error
 from ceilings.evidence import critical_value
 
 __all__ = ["VERSION", "caveats", "conclusions", "package_versions", "schema", "write_json"]
@@ -139,7 +139,12 @@ def _signal(report: Mapping[str, Any]) -> str:
             f"{percent(tightness['quantiles']['0.99'], 2)}. The expectation is exact, so this is no sampling noise."
         )
     size = uncertainty["effective_size"]
-    worth = "" if size is None else f" The sample is worth about {number(size)} independent responses."
+    count = report["sample"]["responses"]
+    worth = (
+        ""
+        if size is None
+        else f" The sample is worth about {number(min(size, count))} independent responses."
+    )
     return (
         f"How much of the ceiling this reward uses: {_verdict(tightness)}. One half of the responses tried what the "
         f"other suggested; rewards dealt out anew gave {signed(uncertainty['permuted_mean'])} in the same way.{worth}"
@@ -152,7 +157,7 @@ def _verdict(tightness: Mapping[str, Any]) -> str:
     if mean is None or error is None:
         return "undefined, the reward does not vary"
     limit = critical_value(tightness["degrees_of_freedom"]) * error
-    said = f"mean tightness {signed(mean)}, standard error {number(error, 2)}"
+    said = f"mean tightness {with_error(mean, error, ', standard error ')}"
     if mean > limit:
         return (
             f"{said}, which is more than chance gives in one sample of twenty. That belongs to the parameters "

@@ -15,6 +15,7 @@ from ceilings.charts import (
     number,
     percent,
     signed,
+    with_error,
 )
 from ceilings.evidence import critical_value
 from ceilings.page_parts import bullets, document, short, table, tiles
@@ -78,13 +79,11 @@ def _head(report: Mapping[str, Any]) -> str:
 def _tiles(report: Mapping[str, Any]) -> str:
     """Four numbers to begin with."""
     reward, tightness = report["rewards"][0], report["tightness"]
-    error = tightness["standard_error"]
     beside = {
         "exact": "exact, no noise",
         "none": "too few responses",
         "cross-fitted": "one half tries the other",
     }
-    shown_error = "" if error is None else f" ± {number(error, 2)}"
     shown = [
         (f"{report['model']['parameters']:,}", "parameters, tied ones once"),
         (f"{number(reward['mean'])} ± {number(reward['std'])}", "mean reward ± its standard deviation"),
@@ -92,7 +91,10 @@ def _tiles(report: Mapping[str, Any]) -> str:
             percent(report["fisher"]["share_in_top"]["0.01"], 2),
             "of the squared ceiling is in the top 1\u00a0% of parameters",
         ),
-        (f"{signed(tightness['mean'])}{shown_error}", f"mean tightness ({beside[tightness['estimate']]})"),
+        (
+            with_error(tightness["mean"], tightness["standard_error"]),
+            f"mean tightness ({beside[tightness['estimate']]})",
+        ),
     ]
     return tiles(shown)
 
@@ -246,12 +248,17 @@ def _rewards(report: Mapping[str, Any]) -> str:
     cells = []
     for reward in report["rewards"]:
         found = reward["tightness"]
-        error = "" if found["standard_error"] is None else f" ± {number(found['standard_error'], 2)}"
         energy = found["energy"]
         norm = "–" if energy is None else number(math.sqrt(energy)) if energy > 0 else "0"
         name = html.escape(reward["name"])
         cells.append(
-            (name, number(reward["mean"]), number(reward["std"]), norm, f"{signed(found['mean'])}{error}")
+            (
+                name,
+                number(reward["mean"]),
+                number(reward["std"]),
+                norm,
+                with_error(found["mean"], found["standard_error"]),
+            )
         )
     null = report["uncertainty"]["permuted_mean"]
     if null is not None:
@@ -326,7 +333,9 @@ def _every_tensor(report: Mapping[str, Any]) -> str:
 def _provenance(report: Mapping[str, Any]) -> str:
     """What the report was made from."""
     config = ", ".join(
-        f"{k} {v}" for k, v in report["config"].items() if v is not None and v != [] and v is not False
+        f"{k} {' and '.join(v) if isinstance(v, list) else v}"
+        for k, v in report["config"].items()
+        if v is not None and v != [] and v is not False
     )
     made = ", ".join(f"{k} {v}" for k, v in report["versions"].items())
     model = report["model"]

@@ -252,8 +252,9 @@ class _Totals:
     def add_inside(self, one: ScoreMoments, inside: list[Tensor]) -> None:
         """Add the in-sample sums of one tensor."""
         (name,) = one.names
-        for k, reward in enumerate(self.names):
+        for reward in self.names:
             self.energy[reward] += _square(one.gradient(reward)[name])
+        for k in range(len(inside)):
             self.inside[k] += float(inside[k].nansum(dtype=torch.float64))
             self.inside_squares[k] += float(inside[k].square().nansum(dtype=torch.float64))
         self.varying += int((~inside[0].isnan()).sum())
@@ -352,7 +353,9 @@ def _tensor_summary(folds: Folds, name: str, totals: _Totals, row_label: RowLabe
     primary = one.reward_names[0]
     gradient, fisher = one.gradient(primary)[name], one.diagonal_fisher()[name]
     fisher_sum = totals.add_fisher(fisher)
-    inside = [one.tightness(reward)[name] for reward in one.reward_names]
+    # Of a sample only the first is needed here: `tensor_evidence` sums up the others.
+    looked_at = one.reward_names if totals.kind == "exact" else one.reward_names[:1]
+    inside = [one.tightness(reward)[name] for reward in looked_at]
     totals.add_inside(one, inside)
     evidence, fitted, energy = _evidence(folds, name, totals, inside)
     mean = error = square = null = size = None
