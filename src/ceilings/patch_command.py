@@ -91,7 +91,7 @@ def table(made: PatchSummary) -> list[str]:
         _line("as it is", made.dense_bytes),
         "  compressed by itself: not known of a merged patch"
         if packed is None
-        else _line("compressed by itself", packed, "same codec"),
+        else _line("compressed by itself", packed, "estimate: byte entropies"),
     ]
     for rank in _RANKS:
         lines.append(

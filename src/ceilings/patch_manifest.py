@@ -100,7 +100,7 @@ class Manifest:
     metadata
         Free text of the result's file.
     compressed
-        Bytes of the whole result under the same codec; None where nobody has seen the result.
+        Bytes of the whole result compressed, estimated by byte entropies; None where nobody has seen the result.
     """
 
     base: dict[str, tuple[Described, str]]
