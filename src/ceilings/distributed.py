@@ -28,6 +28,7 @@ Processes on CPUs talk through gloo; on GPUs the sums go through NCCL, and proce
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import signal
@@ -393,6 +394,7 @@ class TeamAccumulator:
         self._generator: torch.Generator | None = options.pop("generator")
         # NOTE sums are as large as the model: whoever lets this object go must not keep them elsewhere.
         weakref.finalize(self, team.forget, self._number)
+        gc.collect()  # an earlier one may only hang in a cycle, with sums as large as the model
         team.call("open", [(self._number, reward_names, batch_size, options, team.forgotten())] * team.size)
 
     def add(
