@@ -55,7 +55,7 @@ def _times(result: dict[str, Any]) -> str:
     head += ["Peak memory"] * has_memory + ["Answer"]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for name, answer in result["answers"].items():
-        cells = [METHODS[name].label, *(_ratio(model, name) for model in models.values())]
+        cells = [METHODS[name].label, *(_ratio(model, name, answer["state"]) for model in models.values())]
         cells += [_memory(models, name)] * has_memory + [_answer(answer)]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -67,12 +67,10 @@ def _model(name: str, model: dict[str, Any]) -> str:
     return f"{MODEL_LABELS[name]}, {size}, {model['sequences']} × {model['tokens']} tokens"
 
 
-def _ratio(model: dict[str, Any], name: str) -> str:
-    """Median of the ratios to the floor, with the smallest and the largest."""
-    if name in model["refused"]:
-        return "refuses"
+def _ratio(model: dict[str, Any], name: str, state: str) -> str:
+    """Median of the ratios to the floor, with the smallest and the largest; or why there is none."""
     if name not in model["ratios"]:
-        return "–"
+        return state if state == "not installed" else "refuses"
     found = model["ratios"][name]
     if name == "floor":
         return f"1 ({min(model['times'][name]):.2g} s)"
@@ -113,7 +111,9 @@ def _remarks(result: dict[str, Any]) -> str:
             lines.append(f"{METHODS[name].label} refuses: `{answer['reason']}`")
     for key, model in result["models"].items():
         for name, reason in model["refused"].items():
-            lines.append(f"{METHODS[name].label} refuses {MODEL_LABELS[key]}: `{reason}`")
+            # A method that gives no answer at all has said why.
+            if result["answers"][name]["state"] != "refuses":
+                lines.append(f"{METHODS[name].label} refuses {MODEL_LABELS[key]}: `{reason}`")
     return "\n".join(f"- {line}" for line in lines)
 
 

@@ -97,6 +97,44 @@ def test_the_readme_shows_the_record():
     assert tables.main(["--check"]) == 0
 
 
+def test_the_table_says_why_a_method_has_no_time():
+    answers = {
+        "floor": {"state": "no answer"},
+        "loop": {"state": "right", "moments": "all", "tied": {"scores": 0.0}, "untied": {"scores": 0.0}},
+        "vmap": {"state": "right", "moments": "all", "tied": {"scores": 0.0}, "untied": {"scores": 0.0}},
+        "nngeometry": {"state": "refuses", "reason": "no embeddings"},
+        "opacus": {"state": "not installed", "reason": "no module"},
+    }
+    ratio = {"median": 2.0, "rounds": [2.0, 2.0]}
+    toy = {
+        "parameters": 10,
+        "sequences": 2,
+        "tokens": 3,
+        "times": {"floor": [1.0]},
+        "ratios": {"floor": ratio, "loop": ratio},
+        "refused": {"vmap": "no rule", "nngeometry": "no embeddings"},
+    }
+    text = tables._times({"models": {"toy": toy}, "answers": answers})
+    rows = {line.split("|")[1].strip(): line.split("|")[2].strip() for line in text.splitlines()[2:]}
+    assert rows[METHODS["loop"].label] == "2.00 (2.00–2.00)"
+    assert rows[METHODS["nngeometry"].label] == rows[METHODS["vmap"].label] == "refuses"
+    assert rows[METHODS["opacus"].label] == "not installed"
+    said = tables._remarks({"models": {"toy": toy}, "answers": answers})
+    assert (
+        said.count("no embeddings") == 1 and "torch.func, vmap(grad) refuses random Llama: `no rule`" in said
+    )
+
+
+def test_a_method_that_refuses_is_asked_by_every_model():
+    def refuse(work, sums):
+        raise NotImplementedError("no embeddings")
+
+    with exact_norms():
+        work = exact_toy()
+    found = score_moments.measure(work, [METHODS["floor"], Method("b", "b", refuse)], 1)
+    assert found["refused"] == {"b": "NotImplementedError: no embeddings"} and "b" not in found["times"]
+
+
 def test_a_record_of_less_still_makes_a_table():
     partial = RECORD | {"models": {"toy": RECORD["models"]["toy"]}}
     for part in ("enumeration", "growth", "memory_check"):
