@@ -111,7 +111,12 @@ def pulls(options):
 
 @pytest.fixture
 def exact_llama(monkeypatch):
-    """Hugging Face's Llama in float64 with its float32 casts taken out: grouped heads, biases, tied."""
+    """Hugging Face's Llama in float64 with its float32 casts taken out: grouped heads, biases, tied.
+
+    The pad token is one that the batches use as a real one. Its row begins at zero, where a norm multiplies by a
+    thousand: its score would dwarf all others, and a tolerance relative to the largest entry would see nothing else.
+    So the row is drawn like the rest.
+    """
     transformers = pytest.importorskip("transformers")
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -133,9 +138,21 @@ def exact_llama(monkeypatch):
             "initializer_range": 0.5,
             "pad_token_id": 0,
         }
-        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**(shape | changes))).double()
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**(shape | changes))).double()
+        nn.init.normal_(model.model.embed_tokens.weight, std=0.5)
+        return model
 
     return build
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": False}])
+def test_no_row_of_the_exact_llama_hides_the_others_from_a_relative_tolerance(exact_llama, changes):
+    model = exact_llama(**changes)
+    assert model.model.embed_tokens.padding_idx == 0
+    ids, mask, rewards, attention = padded_batch("left")
+    squares = loop_score_moments(model, ids, mask, rewards, attention_mask=attention).squares
+    rows = squares["model.embed_tokens.weight"].amax(1)
+    assert float(rows.max() / rows.min()) < 1e3
 
 
 # The engine against the loop
@@ -323,9 +340,6 @@ def test_the_pad_row_of_an_embedding_is_differentiated_like_any_other(exact_llam
     model = exact_llama(num_hidden_layers=1, tie_word_embeddings=False)
     embedding = model.model.embed_tokens
     assert embedding.padding_idx == 0
-    nn.init.normal_(
-        embedding.weight
-    )  # the row starts at zero, where a norm has no usable difference quotient
     ids, mask = torch.tensor([[2, 0, 4, 1]]), torch.tensor([[False, False, True, True]])
 
     def log_prob(row):
