@@ -10,11 +10,14 @@ from pathlib import Path
 import pytest
 import yaml
 
+from ceilings import cli
 from notebooks import ROOT, chapters
+from toys import save_toy, some_rollouts, write_jsonl
 
 FLAGS = """--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking
 --disable-component-update --disable-sync""".split()
 WIDTHS = {"wide": 1280, "narrow": 390}
+LEAST_TEXT = 10  # px, in a drawing on a phone
 SCHEMES = ["light", "dark"]
 
 # axe rules whose violations inside the article come from the theme or from docutils, with the reason.
@@ -138,6 +141,46 @@ def test_page(browser, site, name, scheme, width):
         assert cut_formulas(visit.page) == []
         if width == "wide":
             assert violations(visit.page, scheme) == []
+        else:
+            assert unreadable(visit.page) == []
+
+
+def unreadable(page):
+    """Words in drawings that are too small to read, or that reach out of the drawing and are cut."""
+    return page.evaluate(
+        """least => [...document.querySelectorAll('svg[role=img] text')].flatMap(text => {
+            const to = text.getScreenCTM(), said = text.textContent, problems = [];
+            if (!to) return [];  // folded away
+            const size = parseFloat(getComputedStyle(text).fontSize) * Math.hypot(to.a, to.b);
+            if (size < least) problems.push(said + ': ' + size.toFixed(1) + ' px');
+            const a = text.getBoundingClientRect(), b = text.ownerSVGElement.getBoundingClientRect();
+            const excess = Math.max(b.left - a.left, a.right - b.right, b.top - a.top, a.bottom - b.bottom);
+            if (excess > 1) problems.push(said + ': ' + excess.toFixed(1) + ' px outside');
+            return problems;
+        })""",
+        LEAST_TEXT,
+    )
+
+
+@pytest.mark.parametrize("what", ["sample", "word"])
+def test_a_report_can_be_read_on_a_phone(browser, tmp_path, monkeypatch, what):
+    """`report.html` has a style of its own; the real models have more layers than the toy, and as many matrices."""
+    monkeypatch.chdir(tmp_path)
+    save_toy(tmp_path / "toy", num_hidden_layers=14)
+    write_jsonl(tmp_path / "rollouts.jsonl", some_rollouts(24))
+    on = {
+        "sample": ["--rollouts", "rollouts.jsonl"],
+        "word": ["--next-token", "w2", "--options", "w5"],
+    }
+    assert cli.main(["measure", "toy", *on[what], "--out", "run"]) == 0
+    with Visit(browser, (tmp_path / "run").as_uri(), "report.html", width=WIDTHS["narrow"]) as visit:
+        assert visit.errors == [] and visit.foreign == []
+        assert visit.page.locator("svg[role=img] text").count() > 50
+        assert unreadable(visit.page) == []
+        excess = visit.page.evaluate(
+            "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+        )
+        assert excess <= 0, widest(visit.page)
 
 
 def cut_formulas(page):

@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from ceilings import cli, console, expected_cost, measure_command, measure_tasks, measurement, report
 from ceilings.measurement import measure_rollouts, reward_columns
@@ -453,7 +453,7 @@ def test_words_do_not_take_noise_for_a_finding(toy, here):
     assert "is no evidence" in found["caveats"][0]
     strong = json.loads(json.dumps(found))
     strong["tightness"] |= {"mean": 0.3, "standard_error": 0.1, "degrees_of_freedom": 10}
-    assert "more than chance gives" in report.conclusions(strong)[1]
+    assert "more than chance gives in 39 samples of 40" in report.conclusions(strong)[1]
     strong["tightness"]["degrees_of_freedom"] = 3  # three draws say little of the error
     assert "cannot be told from noise" in report.conclusions(strong)[1]
     strong["uncertainty"]["mean_score_ratio"] = 50
@@ -678,6 +678,15 @@ def complaint(capsys, code, *arguments):
             [{"prompt_ids": [2], "response_ids": [3], "rewards": {"permuted-0": k}} for k in (0, 1)],
             "a permuted reward is called 'permuted-0' here",
         ),
+        ([rollout(), "[" * 100_000], "bad.jsonl: a line is nested too deeply"),
+        ([rollout(), rollout(reward=10**400)], "bad.jsonl: a value cannot be used"),
+        ([rollout(log_probs="abc"), rollout(reward=0.0, log_probs="abc")], "`log_probs` a list of numbers"),
+        ([rollout(), rollout(reward=None)], "bad.jsonl, line 2: there is no reward"),
+        ([rollout(), rollout(reward="1")], "bad.jsonl, line 2: the reward must be a number, it is '1'"),
+        ([rollout(), rollout((2, -1), reward=0.0)], "rollout 2: token id -1 is out of range"),
+        ([rollout(), {"reward": 1.0, "prompt": "", "response": "w3"}], "line 2: the prompt has no token"),
+        ([rollout(), {"reward": 1.0, "prompt": "w2", "response": " "}], "line 2: the response is empty"),
+        ([], "bad.jsonl is empty"),
     ],
 )
 def test_bad_rollouts_leave_nothing_behind(toy, here, capsys, lines, message):
@@ -699,6 +708,89 @@ def test_missing_things_are_named(toy, here, capsys):
     rule = ("--prompts", "prompts.jsonl", "--reward", "none")
     assert "there is no reward rule 'none'" in complaint(capsys, 2, toy, *rule, *out)
     assert not (here / "run").exists()
+
+
+def test_a_refusal_is_one_line_on_stderr_of_the_program_itself(toy, here):
+    process = spawn(toy, "--rollouts", "none.jsonl", "--out", "run", cwd=here)
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, out) == (2, "") and not (here / "run").exists()
+    assert err == "ceilings: there is no file 'none.jsonl': check the name and the folder\n"
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("def score(:", "the reward rule broken:score cannot be imported: SyntaxError"),
+        ("1 / 0", "the reward rule broken:score cannot be imported: ZeroDivisionError"),
+        ("x = 1", "the reward rule broken:score cannot be imported"),
+        ("def score(text, line): return {}[text]", "the reward rule broken:score failed: KeyError"),
+        ("def score(text, line): return float('nan')", "returned nan; it must return a finite number"),
+    ],
+)
+def test_a_rule_of_the_user_that_does_not_work_is_one_sentence(toy, here, capsys, monkeypatch, text, message):
+    (here / "broken.py").write_text(text, encoding="utf-8")
+    monkeypatch.syspath_prepend(here)
+    monkeypatch.delitem(sys.modules, "broken", raising=False)
+    base = ("--prompts", "prompts.jsonl", "--reward", "broken:score", "--max-new-tokens", 5, "--out", "run")
+    assert message in complaint(capsys, 2, toy, *base)
+    assert not (here / "run").exists()
+    sys.modules.pop("broken", None)
+
+
+@pytest.mark.parametrize(
+    "file, content, message",
+    [
+        ("model.safetensors", None, "is not a readable causal language model"),
+        ("model.safetensors", b"", "is not a readable causal language model"),
+        ("config.json", b"{", "is not a readable causal language model"),
+        ("config.json", b'{"model_type": "abacus"}', "is not a readable causal language model"),
+        ("tokenizer.json", b"{", "is not a readable causal language model"),
+    ],
+)
+def test_a_broken_model_is_one_sentence(tmp_path, here, capsys, file, content, message):
+    model = save_toy(tmp_path / "model")
+    whole = (model / file).read_bytes()
+    (model / file).write_bytes(whole[: len(whole) // 2] if content is None else content)
+    assert message in complaint(capsys, 2, model, "--rollouts", "rollouts.jsonl", "--out", "run")
+    assert not (here / "run").exists()
+
+
+def test_a_gguf_file_that_is_none_or_cut_short_is_one_sentence(here, capsys):
+    with built_in_model_path().open("rb") as file:
+        (here / "cut.gguf").write_bytes(file.read(1 << 20))
+    (here / "other.gguf").write_bytes(b"not a model")
+    (here / "model.bin").write_bytes(b"neither")
+    for name in ("cut.gguf", "other.gguf", "model.bin"):
+        said = complaint(capsys, 2, name, "--rollouts", "rollouts.jsonl", "--out", "run")
+        assert name in said and not (here / "run").exists()
+
+
+def test_weights_that_are_not_numbers_are_named(tmp_path, here, capsys):
+    model = save_toy(tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][3, 2] = float("nan")
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    said = complaint(capsys, 2, model, "--rollouts", "rollouts.jsonl", "--out", "run")
+    assert "model.layers.1.mlp.up_proj.weight of the model holds NaN or infinity" in said
+    assert not (here / "run").exists()
+
+
+def test_scores_that_overflow_leave_nothing_behind(tmp_path, here, capsys):
+    model = save_toy(tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"].fill_(1e30)
+    weights["model.layers.1.mlp.gate_proj.weight"].fill_(1e30)
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    on = {"NaN or infinite": ("--rollouts", "rollouts.jsonl"), "": ("--next-token", "w2", "--options", "w5")}
+    for message, arguments in on.items():
+        assert message in complaint(capsys, 2, model, *arguments, "--out", "run")
+        assert not (here / "run").exists()
+
+
+@pytest.mark.parametrize("seed", [-3, 2**40])
+def test_any_whole_number_is_a_seed(toy, here, seed):
+    arguments = ("--level", "token", "--sign-draws", 1, "--seed", seed, "--out", "run")
+    assert measure(toy, "--rollouts", "rollouts.jsonl", *arguments) == 0
 
 
 def test_rule_that_cannot_judge_names_the_prompt_and_leaves_nothing(toy, here, capsys):
@@ -787,6 +879,7 @@ def test_memory_that_runs_out_on_the_way_keeps_the_checkpoint(toy, here, capsys,
             raise error
         real(self, *args, **kwargs)
 
+    monkeypatch.setattr(expected_cost, "_SMALL", 0)  # nothing is tried before
     monkeypatch.setattr(ScoreAccumulator, "add", add)
     arguments = (
         toy,

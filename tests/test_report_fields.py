@@ -37,6 +37,24 @@ def test_every_field_is_described():
     assert bare == []
 
 
+def test_no_report_may_hold_a_field_that_is_not_described():
+    def lax(node, path=""):
+        if isinstance(node, list):
+            node = dict(enumerate(node))
+        if not isinstance(node, dict):
+            return
+        closed = {"additionalProperties", "unevaluatedProperties"} & {
+            k for k, v in node.items() if v is False
+        }
+        if ("properties" in node or "$ref" in node and "properties" in resolved(node, WHOLE)) and not closed:
+            yield path
+        for key, value in node.items():
+            # What a field is put together from is closed where it is put together.
+            yield from () if key in ("$defs", "allOf") else lax(value, f"{path}/{key}")
+
+    assert WHOLE["additionalProperties"] is False and list(lax(WHOLE)) == []
+
+
 def test_every_required_field_is_on_the_page():
     text = page()
     assert [

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 import torch
 
-from ceilings.charts import number, percent, with_error
 from ceilings.folds import Folds, two_halves
 from ceilings.moments import ScoreMoments
+from ceilings.readable import number, percent, with_error
 from ceilings.summary import _Histogram, derived_tensors, summarise
 
 

@@ -24,7 +24,7 @@ policies samplers transformer prefix_tree pretrained jsonl tasks rollouts sampli
 moments moments_file scores score_rules score_capture fisher ceiling looseness pullback next_token
 off_policy advantages losses batches sources methods training
 updates adapters checkpoints patch digest results experiments
-measurement summary report report_page charts expected_cost run_folder measure_command cli
+measurement summary report report_page charts readable expected_cost run_folder measure_command cli
 symbolic reference testing notebook figures
 """
 ORDER = FLOW.split()

@@ -28,6 +28,10 @@ read them; this page is the reference, made from the schema that the library car
 schema`. It describes version {version} of the layout. A field that changes its meaning or goes away makes a new
 version; one that is added does not.
 
+Beside it lie `gradient.safetensors`, `fisher.safetensors` and `tightness.safetensors`, each with a tensor for every
+parameter under the model's own name. They are of the first reward. The metadata of each holds, as JSON under
+`ceilings`, what it is, of which reward, at which level and from how many responses.
+
 Three words recur. *In-sample* numbers use each response twice, to suggest and to confirm; they are no evidence.
 *Cross-fitted* ones try on one half of the responses what the other half suggests. *Permuted* rewards are the same
 numbers dealt out anew. R is the reward, $\\sigma(R)$ its standard deviation, F the diagonal Fisher information;

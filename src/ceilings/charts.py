@@ -11,109 +11,24 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
+from ceilings.readable import SUPERSCRIPT, number, percent, signed
+
 __all__ = [
     "concentration_chart",
     "distribution_chart",
     "heat_map",
     "layer_chart",
     "magnitude_chart",
-    "number",
-    "percent",
-    "signed",
-    "with_error",
 ]
 
-_WIDTH: Final = 420
-_HEIGHT: Final = 270
+# Text has 11.5 pixels where a picture is as wide as this, which is about what a phone has.
+_WIDTH: Final = 340
+_HEIGHT: Final = 250
 _LEFT: Final = 46
 _RIGHT: Final = 24
 _TOP: Final = 14
 _BOTTOM: Final = 44
 _LABEL: Final = 14  # letters of the name of a column
-_SUPERSCRIPT: Final = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
-
-
-def number(value: float | None, digits: int = 3) -> str:
-    """Number for a reader.
-
-    Parameters
-    ----------
-    value
-        The number, or None for one that is undefined.
-    digits
-        Significant digits.
-
-    Returns
-    -------
-    str
-        Plain where that is short, otherwise with a power of ten; a dash for None.
-    """
-    if value is None:
-        return "–"
-    if value == 0 or 1e-3 <= abs(value) < 1e5:
-        return f"{value:.{digits}g}" if abs(value) < 10**digits else f"{value:,.0f}"
-    mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
-    return f"{mantissa} × 10{str(int(exponent)).translate(_SUPERSCRIPT)}"
-
-
-def percent(share: float, digits: int = 4) -> str:
-    """Share for a reader.
-
-    Parameters
-    ----------
-    share
-        The share; 1 means all.
-    digits
-        Significant digits at most.
-
-    Returns
-    -------
-    str
-        Hundredths, with the sign.
-    """
-    hundredths = 100 * share
-    shown = f"{hundredths:.{digits}g}" if hundredths < 10**digits - 0.5 else f"{hundredths:.0f}"
-    return f"{shown}\u00a0%"
-
-
-def signed(value: float | None, digits: int = 3) -> str:
-    """Number that may be negative, for a reader.
-
-    Parameters
-    ----------
-    value, digits
-        As in `number`.
-
-    Returns
-    -------
-    str
-        With a minus sign as wide as a plus.
-    """
-    return number(value, digits).replace("-", "−")
-
-
-def with_error(value: float | None, error: float | None, separator: str = " ± ") -> str:
-    """Number and its standard error, for a reader.
-
-    Parameters
-    ----------
-    value
-        The number, or None for one that is undefined.
-    error
-        Its standard error; None for a number that has none.
-    separator
-        What stands between the two.
-
-    Returns
-    -------
-    str
-        Both to the second digit of the error: what follows it says nothing.
-    """
-    if value is None or not error:
-        return signed(value)
-    places = max(0, 1 - math.floor(math.log10(error)))
-    rounded = round(value, places) + 0.0  # no minus before a zero
-    return f"{rounded:.{places}f}{separator}{error:.{places}f}".replace("-", "−")
 
 
 def heat_map(cells: Mapping[tuple[str, str], float], unit: str, label: str, logarithmic: bool = False) -> str:
@@ -142,7 +57,7 @@ def heat_map(cells: Mapping[tuple[str, str], float], unit: str, label: str, loga
     span = (scale(high) - scale(low)) or 1.0
     tall, left = (13 if len(rows) > 8 else 22), 12 + 7 * max(map(len, rows))
     names = [column if len(column) <= _LABEL else f"{column[: _LABEL - 1]}…" for column in columns]
-    wide = min(52, max(24, (380 - left) // len(columns)))
+    wide = min(52, max(20, (280 - left) // len(columns)))
     head = 12 + round(5.3 * max(map(len, names)))
     # The last label leans out to the right.
     width, height = left + wide * len(columns) + max(8, head - 12 - wide // 2), head + tall * len(rows) + 48
@@ -328,7 +243,7 @@ def magnitude_chart(rows: Sequence[tuple[int, float, float]], label: str) -> str
     low, high = rows[0][0], rows[-1][0] + 1
     x, y = _axis(low, high, _LEFT, _WIDTH - _RIGHT), _axis(0, 1, _HEIGHT - _BOTTOM, _TOP)
     step = max(1, -(-(high - low) // 6))
-    ticks = {float(k): f"2{str(k).translate(_SUPERSCRIPT)}" for k in range(low, high + 1, step)}
+    ticks = {float(k): f"2{str(k).translate(SUPERSCRIPT)}" for k in range(low, high + 1, step)}
     parts = [_frame(), _x_ticks(ticks, x, "magnitude of the weight before")]
     parts.append(_y_ticks({k / 4: percent(k / 4) for k in range(5)}, y))
     for kind, column in (("null", 2), ("series", 1)):
@@ -337,7 +252,7 @@ def magnitude_chart(rows: Sequence[tuple[int, float, float]], label: str) -> str
         parts.append(f'<polyline class="{kind} line" points="{drawn}"/>')
     for exponent, changed, there in rows:
         at = f'x="{x(exponent):.1f}" y="{_TOP}" width="{x(exponent + 1) - x(exponent):.1f}" height="{y(0) - _TOP:.1f}"'
-        said = f"2{str(exponent).translate(_SUPERSCRIPT)}: {percent(changed, 3)} changed, {percent(there, 3)} of all"
+        said = f"2{str(exponent).translate(SUPERSCRIPT)}: {percent(changed, 3)} changed, {percent(there, 3)} of all"
         parts.append(f'<rect {at} fill="transparent"><title>{said}</title></rect>')
     return _svg(_WIDTH, _HEIGHT, label, "".join(parts))
 

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, Final, NoReturn
 
@@ -18,7 +19,9 @@ __all__ = [
     "WRONG_INPUT",
     "Parser",
     "Terminal",
+    "add_command",
     "fail",
+    "guarded",
     "is_out_of_memory",
     "positive",
 ]
@@ -38,6 +41,67 @@ class Parser(argparse.ArgumentParser):
             raise SystemExit(OK)
         sys.stderr.write(f"{self.prog}: {message}; see {self.prog} --help\n")
         raise SystemExit(WRONG_INPUT)
+
+
+def add_command(commands: Any, name: str, summary: str, description: str, codes: str) -> Any:
+    """Add a command, or an action of one, whose help keeps its line breaks.
+
+    Parameters
+    ----------
+    commands
+        What ``add_subparsers`` returned.
+    name
+        What it is called.
+    summary
+        A line for the list of commands.
+    description
+        What it does, with examples.
+    codes
+        Its exit codes, for the end of its help.
+
+    Returns
+    -------
+    argparse.ArgumentParser
+        To be given its options.
+    """
+    return commands.add_parser(
+        name,
+        help=summary,
+        description=description,
+        epilog=codes,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def guarded(work: Callable[[], None], memory: str) -> int:
+    """Do the work of a command; every foreseen failure is one sentence and a code.
+
+    Parameters
+    ----------
+    work
+        The work.
+    memory
+        What to say where memory runs out.
+
+    Returns
+    -------
+    int
+        Exit code.
+
+    Raises
+    ------
+    Exception
+        What is no wrong input: a fault of this program, or that nobody reads on.
+    """
+    try:
+        work()
+    except Exception as error:
+        if is_out_of_memory(error):
+            return fail(memory, TOO_LARGE)
+        if isinstance(error, BrokenPipeError) or not isinstance(error, ValueError | OSError):
+            raise
+        return fail(str(error), WRONG_INPUT)
+    return OK
 
 
 def fail(message: str, code: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any, Final
 
-from ceilings.console import OK, TOO_LARGE, WRONG_INPUT, Terminal, fail, is_out_of_memory, positive
+from ceilings.console import Terminal, add_command, guarded, positive
 
 if TYPE_CHECKING:
     from ceilings.diff_command import DiffOptions
@@ -50,13 +50,8 @@ def add_diff(commands: Any) -> None:
     commands
         What ``add_subparsers`` returned.
     """
-    command = commands.add_parser(
-        "diff",
-        help="compare checkpoints: small, sparse, low-rank?",
-        description=_DIFF,
-        epilog=_CODES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    summary = "compare checkpoints: small, sparse, low-rank?"
+    command = add_command(commands, "diff", summary, _DIFF, _CODES)
     add = command.add_argument
     add("base", metavar="BASE", help="what the fine-tune began from")
     add("tuned", metavar="TUNED", nargs="+", help="one fine-tune, or several of the same base")
@@ -80,7 +75,7 @@ def add_diff(commands: Any) -> None:
 
 
 def run_diff(found: argparse.Namespace, terminal: Terminal) -> int:
-    """Run ``ceilings diff``; every foreseen failure is one sentence and a code.
+    """Run ``ceilings diff``.
 
     Parameters
     ----------
@@ -94,31 +89,12 @@ def run_diff(found: argparse.Namespace, terminal: Terminal) -> int:
     int
         Exit code.
     """
-    return _diff(_options(found), terminal)
-
-
-def _diff(options: DiffOptions, terminal: Terminal) -> int:
-    """Run the command."""
-    import torch
-
     from ceilings.diff_command import diff
 
-    try:
-        diff(options, terminal)
-    except (MemoryError, torch.OutOfMemoryError):
-        return _out_of_memory()
-    except (ValueError, OSError, RuntimeError) as error:
-        if is_out_of_memory(error):
-            return _out_of_memory()
-        if isinstance(error, RuntimeError | BrokenPipeError):
-            raise
-        return fail(str(error), WRONG_INPUT)
-    return OK
-
-
-def _out_of_memory() -> int:
-    """Say so."""
-    return fail("memory ran out; --threads 1 works on one tensor at a time", TOO_LARGE)
+    options = _options(found)
+    return guarded(
+        lambda: diff(options, terminal), "memory ran out; --threads 1 works on one tensor at a time"
+    )
 
 
 def _share(text: str) -> float:

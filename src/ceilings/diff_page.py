@@ -6,8 +6,9 @@ import html
 from collections.abc import Mapping
 from typing import Any, Final
 
-from ceilings.charts import concentration_chart, heat_map, magnitude_chart, number, percent
+from ceilings.charts import concentration_chart, heat_map, magnitude_chart
 from ceilings.page_parts import bullets, document, short, table, tiles
+from ceilings.readable import number, percent
 
 __all__ = ["page"]
 

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from ceilings.charts import number, percent
+from ceilings.readable import number, percent
 
 __all__ = ["lines", "overlap_lines", "side_line"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from ceilings.charts import number, percent
+from ceilings.readable import number, percent
 from ceilings.tally import GRIDS
 
 __all__ = ["caveats", "verdict"]

@@ -29,11 +29,11 @@ from ceilings.moments import ScoreMoments
 __all__ = ["Estimate", "Evidence", "critical_value", "tensor_evidence"]
 
 _CHUNK: Final = 1 << 19  # entries handled at once: temporaries of a large embedding would cost a gigabyte
-_CRITICAL: Final = {1: 12.7, 3: 3.18, 10: 2.23, 21: 2.08, 36: 2.03}  # Student's t, 95 % within
+_CRITICAL: Final = {1: 12.7, 3: 3.18, 10: 2.23, 21: 2.08, 36: 2.03}  # Student's t: 95 % lie within ±t
 
 
 def critical_value(degrees_of_freedom: int) -> float:
-    """How many standard errors chance exceeds in one sample of twenty.
+    """How many standard errors chance exceeds, upwards or downwards, in one sample of twenty: upwards in one of forty.
 
     Parameters
     ----------
@@ -43,7 +43,8 @@ def critical_value(degrees_of_freedom: int) -> float:
     Returns
     -------
     float
-        Student's t at 95 %, both sides; 2 for many degrees of freedom.
+        Student's t at 95 %, both sides together; 2 for many degrees of freedom. Only what lies above is called a
+        finding.
     """
     return next((t for n, t in _CRITICAL.items() if n >= degrees_of_freedom), 2.0)
 

@@ -13,7 +13,7 @@ from torch import nn
 from ceilings.moments import Level
 from ceilings.next_token_cost import next_token_cost
 from ceilings.rollouts import Rollouts
-from ceilings.scores import _NARROW_SEQUENCES
+from ceilings.scores import _NARROW_SEQUENCES, ScoreAccumulator
 
 __all__ = ["Cost", "available_memory", "sample_cost"]
 
@@ -23,6 +23,8 @@ _BACKWARD: Final = (
 )
 _SUMMARY: Final = 1.3e-7  # seconds of one core to read, cross-fit and write one entry of one sum
 _PASS_TOKENS: Final = 512  # tokens of the pass that is timed
+_SMALL: Final = 1e7  # parameters of a model that measures a batch, to be timed
+_TRIAL: Final = 1.0  # seconds that such a batch may take by arithmetic
 
 
 @dataclass(frozen=True)
@@ -69,61 +71,116 @@ def sample_cost(
     new_tokens: int = 0,
     rows: int = 1,
     exact: bool = False,
+    processes: int = 1,
 ) -> Cost:
     """Cost of measuring rollouts, and of sampling them first.
 
     Parameters
     ----------
     model
-        The model; one short forward pass is timed.
+        The model. One short forward pass is timed; a small model also measures one batch, twice.
     rollouts
         Prompts and responses; only their tokens matter.
     columns
         Number of reward columns, those of permuted rewards included.
     batch_size
-        Sequences in one pass; tokens where every token is a row.
+        Sequences in one pass of one process; tokens where every token is a row.
     level, sign_draws
         As in `ceilings.scores.score_moments`.
     new_tokens
         Tokens to sample one after another, over all batches of ``rows`` responses; 0 if nothing is sampled.
     rows
-        Responses that are sampled at once.
+        Responses that one process samples at once.
     exact
         Whether the response is one token of which every value counts, as in `ceilings.next_token`.
+    processes
+        Processes that share out the sequences.
 
     Returns
     -------
     Cost
-        The expectation.
+        The expectation. Parameters without a fast rule make a large model slower than that.
     """
-    lengths = list(rollouts.lengths)
-    by_token = level == "token" and sign_draws is None
-    if by_token:
-        ends = zip(rollouts.prompt_ids, rollouts.response_ids, strict=True)
-        lengths = [len(p) + t for p, r in ends for t in range(1, len(r) + 1)]
+    lengths = _pass_lengths(rollouts, level, sign_draws)
     parameters = list(model.parameters())
     count = sum(p.numel() for p in parameters)
     weights = sum(p.numel() * p.element_size() for p in parameters)
     # Past so many sequences the engine sums in float64; it sees half of them at a time.
     wide = 8 if len(rollouts) > 2 * _NARROW_SEQUENCES else max(4, *(p.element_size() for p in parameters))
-    longest = max(lengths)
-    tokens = min(batch_size, len(lengths)) * longest
-    each = _seconds(model, max(1, min(len(lengths), _PASS_TOKENS // longest)), min(longest, _PASS_TOKENS))
-    total = (1 + (_BACKWARD - 1) * (1 + (sign_draws or 0))) * each * sum(lengths)
+    total = _measuring(model, rollouts, batch_size, level, sign_draws) * -(-len(rollouts) // processes)
     if new_tokens:
         total += 1.3 * new_tokens * _seconds(model, rows, 1) * rows
-    vocabulary, layers, width, inner = _shape(model)
-    batch: float = (
-        tokens * max(4, parameters[0].element_size()) * (3 * vocabulary + layers * (12 * width + 4 * inner))
-    )
-    if level == "next-token":
-        padded = rollouts.padded()
-        total += next_token_cost(model, padded.input_ids, padded.response_mask, padded.attention_mask).seconds
-        batch += 8e8  # one pass for many directions of the head's covariance at once
     total += _SUMMARY * count * (2 + columns)
+    vocabulary, layers, width, inner = _shape(model)
+    batch: float = min(batch_size, len(lengths)) * max(lengths) * max(4, parameters[0].element_size())
+    batch *= 3 * vocabulary + layers * (12 * width + 4 * inner)
+    if level == "next-token":
+        batch += 8e8  # one pass for many directions of the head's covariance at once
     sums = count * wide * ((1 if exact else 2) + columns)
     files = (1 if exact else 2) * sums + 3 * count * wide
     return Cost(count, weights, sums, batch, total, files)
+
+
+def _pass_lengths(rollouts: Rollouts, level: Level, sign_draws: int | None) -> list[int]:
+    """Tokens of every row that goes through the model: a response, or each of its tokens with what precedes it."""
+    if level != "token" or sign_draws is not None:
+        return list(rollouts.lengths)
+    ends = zip(rollouts.prompt_ids, rollouts.response_ids, strict=True)
+    return [len(p) + t for p, r in ends for t in range(1, len(r) + 1)]
+
+
+def _measuring(
+    model: nn.Module, rollouts: Rollouts, batch_size: int, level: Level, sign_draws: int | None
+) -> float:
+    """Seconds of one process for one response, on average."""
+    lengths = _pass_lengths(rollouts, level, sign_draws)
+    typical = max(1, sum(lengths) // len(lengths))
+    rows = min(batch_size, len(lengths), max(1, _PASS_TOKENS // typical))
+    each = _seconds(model, rows, min(typical, _PASS_TOKENS))
+
+    def computed(some: Rollouts) -> float:
+        passes = 1 + (_BACKWARD - 1) * (1 + (sign_draws or 0))
+        total = passes * each * sum(_pass_lengths(some, level, sign_draws))
+        return total + (_next_tokens(model, some, batch_size) if level == "next-token" else 0.0)
+
+    order = sorted(range(len(rollouts)), key=lambda row: rollouts.lengths[row])
+    middle = rollouts.take(order[max(0, (len(order) - batch_size) // 2) :][:batch_size])
+    small = sum(p.numel() for p in model.parameters()) <= _SMALL and computed(middle) <= _TRIAL
+    # Where a batch takes Python longer than it takes the processor, nothing but trying tells how long.
+    tried = _tried(model, middle, batch_size, level, sign_draws) / computed(middle) if small else 1.0
+    return tried * computed(rollouts) / len(rollouts)
+
+
+def _next_tokens(model: nn.Module, rollouts: Rollouts, batch_size: int) -> float:
+    """Seconds of the exact next-token law after every prefix; a batch measures equal prefixes once."""
+    order = sorted(range(len(rollouts)), key=lambda row: -rollouts.lengths[row])
+    batches = (rollouts.take(order[k : k + batch_size]).padded() for k in range(0, len(order), batch_size))
+    return sum(
+        next_token_cost(model, b.input_ids, b.response_mask, b.attention_mask).seconds for b in batches
+    )
+
+
+def _tried(
+    model: nn.Module, rollouts: Rollouts, batch_size: int, level: Level, sign_draws: int | None
+) -> float:
+    """Seconds that a batch takes: the second of two, since the first finds the rules and makes room for the sums."""
+    signs = None if sign_draws is None else torch.Generator()
+    accumulator = ScoreAccumulator(
+        model, batch_size=batch_size, level=level, sign_draws=sign_draws, generator=signs
+    )
+    device = next(model.parameters()).device
+    ids, mask, attention = (part.to(device) for part in rollouts.padded())
+    ids = (
+        ids % _shape(model)[0] if _shape(model)[0] else ids
+    )  # the tokens of what is to be sampled are made up
+    started = 0.0
+    for _ in range(2):
+        started = time.perf_counter()
+        accumulator.add(ids, mask, torch.zeros(len(rollouts)), attention_mask=attention)
+        float(
+            accumulator.moments().scores[next(iter(accumulator.moments().names))].flatten()[0]
+        )  # a GPU is done
+    return time.perf_counter() - started
 
 
 @torch.no_grad()

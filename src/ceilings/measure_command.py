@@ -26,10 +26,10 @@ from ceilings.measure_tasks import (
 from ceilings.pretrained import load_pretrained, tied_names
 from ceilings.report import VERSION, caveats, conclusions, package_versions, write_json
 from ceilings.report_page import page
-from ceilings.rollouts import read_rollouts
+from ceilings.rollouts import Rollouts, read_rollouts
 from ceilings.run_folder import RunFolder, model_fingerprint
 from ceilings.summary import summarise, write_derived
-from ceilings.tasks import read_prompts, reward_rule
+from ceilings.tasks import RewardRule, read_prompts, reward_rule
 
 __all__ = ["NeedsConsentError", "TooLargeError", "load", "measure"]
 
@@ -69,8 +69,8 @@ def measure(options: MeasureOptions, console: Console) -> None:
     folder = RunFolder(options.out)
     source = options.rollouts or options.prompts
     if source is not None:
-        read_lines(source)  # before the model is loaded: a broken file is found at once
-    rules = {rule: reward_rule(rule) for rule in options.reward}
+        _check_lines(source)  # before the model is loaded: a broken file is found at once
+    rules = {rule: _rule(rule) for rule in options.reward}
     model, tokenizer = load(options)
     config = options.result_config() | {
         "model_fingerprint": model_fingerprint(model),
@@ -86,7 +86,7 @@ def measure(options: MeasureOptions, console: Console) -> None:
     if options.next_token is not None:
         task = NextTokenTask(options, model, tokenizer)
     elif options.rollouts is not None:
-        task = RolloutsTask(options, model, read_rollouts(options.rollouts, tokenizer))
+        task = RolloutsTask(options, model, _rollouts(options.rollouts, tokenizer))
     else:
         assert options.prompts is not None and rules
         task = PromptsTask(options, model, tokenizer, read_prompts(options.prompts, tokenizer), rules)
@@ -152,7 +152,42 @@ def load(options: MeasureOptions) -> tuple[nn.Module, Any]:
     dtype = getattr(torch, options.dtype)
     model, tokenizer = load_pretrained(path, dtype=dtype, need_tokenizer=False)
     module: nn.Module = model
+    for name, parameter in module.named_parameters():
+        if not bool(parameter.isfinite().all()):
+            raise ValueError(
+                f"{name} of the model holds NaN or infinity: its probabilities are not defined, use another checkpoint"
+            )
     return module.to(device), tokenizer
+
+
+def _check_lines(source: str) -> None:
+    """Refuse a file that is not made of JSON objects."""
+    try:
+        read_lines(source)
+    except RecursionError:
+        raise ValueError(f"{source}: a line is nested too deeply to be a rollout or a prompt") from None
+
+
+def _rule(rule: str) -> RewardRule:
+    """Reward rule; whatever the module of a user does on being imported is one sentence."""
+    try:
+        return reward_rule(rule)
+    except ValueError:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"the reward rule {rule} cannot be imported: {type(error).__name__}: {error}"
+        ) from None
+
+
+def _rollouts(path: str, tokenizer: Any) -> Rollouts:
+    """Rollouts of a file; a value of the wrong kind is a wrong input wherever it stands."""
+    try:
+        return read_rollouts(path, tokenizer)
+    except (TypeError, OverflowError) as error:
+        raise ValueError(
+            f"{path}: a value cannot be used ({error}); rewards must be numbers, `log_probs` a list of numbers"
+        ) from None
 
 
 def _report(
@@ -195,8 +230,9 @@ def _report(
 
 def _announce(cost: Cost, options: MeasureOptions, console: Console) -> None:
     """Say what it will cost."""
+    each = f" in each of {team().size} processes" if team().size > 1 else ""
     console.say(
-        f"{cost.parameters:,} parameters; memory about {_gigabytes(cost.bytes)} (weights "
+        f"{cost.parameters:,} parameters; memory about {_gigabytes(cost.bytes)}{each} (weights "
         f"{_gigabytes(cost.weight_bytes)}, moments {_gigabytes(cost.moment_bytes)}, a batch "
         f"{_gigabytes(cost.batch_bytes)}); "
         f"disk about {_gigabytes(cost.file_bytes)}; time about {_duration(cost.seconds)}"

@@ -6,17 +6,7 @@ import argparse
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from ceilings.console import (
-    OK,
-    STOPPED,
-    TOO_LARGE,
-    WRONG_INPUT,
-    Parser,
-    Terminal,
-    fail,
-    is_out_of_memory,
-    positive,
-)
+from ceilings.console import STOPPED, TOO_LARGE, Parser, Terminal, add_command, fail, guarded, positive
 
 __all__ = ["MeasureOptions", "add_measure", "run_measure"]
 
@@ -58,6 +48,12 @@ examples:
 Stop with Ctrl-C: what is done is kept, and the same command goes on. A report is one page, DIR/report.html, with
 all numbers in DIR/report.json.
 """
+
+
+_OUT_OF_MEMORY: Final = (
+    "memory ran out; the same command goes on from the last checkpoint with a smaller --batch-size, "
+    "--dtype bfloat16 halves the weights"
+)
 
 
 @dataclass(frozen=True)
@@ -110,14 +106,7 @@ def add_measure(commands: Any) -> None:
     commands
         What ``add_subparsers`` returned.
     """
-    raw = argparse.RawDescriptionHelpFormatter
-    command = commands.add_parser(
-        "measure",
-        help="measure ceilings and tightness",
-        description=_MEASURE,
-        epilog=_CODES,
-        formatter_class=raw,
-    )
+    command = add_command(commands, "measure", "measure ceilings and tightness", _MEASURE, _CODES)
     add = command.add_argument
     add(
         "model", metavar="MODEL", help="local Hugging Face folder, .gguf file, or smollm2, the built-in model"
@@ -222,38 +211,18 @@ def run_measure(found: argparse.Namespace, terminal: Terminal) -> int:
 
 
 def _measure(options: MeasureOptions, terminal: Terminal) -> int:
-    """Run the command; every foreseen failure is one sentence and a code."""
-    import torch
-
+    """Run the command."""
     from ceilings.measure_command import TooLargeError, measure
     from ceilings.measurement import Interrupted
 
     try:
-        measure(options, terminal)
+        return guarded(lambda: measure(options, terminal), _OUT_OF_MEMORY)
     except Interrupted:
         return fail(
             f"stopped; {options.out} keeps what is done, and the same command goes on from there", STOPPED
         )
     except TooLargeError as error:
         return fail(str(error), TOO_LARGE)
-    except (MemoryError, torch.OutOfMemoryError):
-        return _out_of_memory()
-    except (ValueError, OSError, RuntimeError) as error:
-        if is_out_of_memory(error):
-            return _out_of_memory()
-        if isinstance(error, RuntimeError | BrokenPipeError):
-            raise
-        return fail(str(error), WRONG_INPUT)
-    return OK
-
-
-def _out_of_memory() -> int:
-    """Say so."""
-    return fail(
-        "memory ran out; the same command goes on from the last checkpoint with a smaller --batch-size, "
-        "--dtype bfloat16 halves the weights",
-        TOO_LARGE,
-    )
 
 
 def _options(found: argparse.Namespace) -> MeasureOptions:

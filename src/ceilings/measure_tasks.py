@@ -146,7 +146,7 @@ class PromptsTask:
     def cost(self) -> Cost:
         """Expected cost, if no response ends before it must."""
         options = self.options
-        rows = min(len(self.prompts), self._at_once()) * options.samples
+        rows = -(-min(len(self.prompts), self._at_once()) // team().size) * options.samples
         steps = options.max_new_tokens * -(-len(self.prompts) // self._at_once())
         return _cost(options, self.model, self._longest(), steps, rows)
 
@@ -284,6 +284,7 @@ class NextTokenTask:
         rewards = torch.zeros(len(self.words), vocabulary_size(self.model))
         rewards[range(len(self.words)), self.words] = 1
         moments = next_token_moments(self.model, self.ids, rewards, self.options.options)
+        _check_finite(moments, folder)
         moments.save(folder.moments())
         del moments
         return Measured(Folds([folder.moments()]), None, 0.0)
@@ -302,6 +303,7 @@ def _cost(
         sign_draws=options.sign_draws,
         new_tokens=steps,
         rows=rows,
+        processes=team().size,
     )
 
 
@@ -346,12 +348,24 @@ def _measured(
             stop=console.stopping,
             slow=spent.append,
         )
+        _check_finite(moments, folder)
         moments.save(path)
         del moments  # one half in memory at a time: the other waits on the disk
         done += len(rows)
         if done < len(rollouts) and console.stopping():
             raise Interrupted
     return Measured(Folds(files), split[2] if split else None, sum(spent))
+
+
+def _check_finite(moments: ScoreMoments, folder: RunFolder) -> None:
+    """Refuse sums that no report can be made of, and leave nothing of them."""
+    for name, squares in moments.squares.items():
+        if not bool(squares.isfinite().all()):
+            folder.abandon()
+            raise ValueError(
+                f"the scores of {name} are NaN or infinite: the model overflows on these responses, "
+                "try --dtype float64"
+            )
 
 
 def _progress(console: Console, before: int, total: int, done: int, of: int) -> None:

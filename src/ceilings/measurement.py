@@ -170,7 +170,7 @@ def measure_rollouts(
         rows = order[done : done + batch_size * team().size]
         padded = rollouts.take(rows).padded()
         if signs is not None:
-            signs.manual_seed((seed << 32) + done)
+            signs.manual_seed(((seed << 32) + done) % (1 << 63))
         accumulator.add(
             padded.input_ids.to(device),
             padded.response_mask.to(device),

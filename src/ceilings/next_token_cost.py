@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Final
 
 import torch
@@ -33,7 +34,8 @@ class NextTokenCost:
         Floating-point operations in all.
     seconds
         Time for them at a third of the speed of a matrix product on this machine, which is what a model of
-        135 million parameters reaches after a short prompt. A rough figure; small models are slower.
+        135 million parameters reaches after a short prompt. A rough figure, and far too low for a small model,
+        where Python takes the time: `ceilings.expected_cost.sample_cost` tries a batch of such a model.
     """
 
     positions: int
@@ -89,13 +91,14 @@ def next_token_cost(
     for length in map(len, prefixes):
         operations += 2 * length * (entries * (3 + width) + vocabulary * width)
         operations += 2 * length**2 * (width * rows + entries) + 2 * vocabulary * width**2
-    seconds = operations / (_EFFICIENCY * _speed(head.weight))
+    seconds = operations / (_EFFICIENCY * _speed(head.weight.dtype, head.weight.device))
     return NextTokenCost(int(response_mask.sum()), len(prefixes), width, operations, seconds)
 
 
-def _speed(like: Tensor) -> float:
+@cache
+def _speed(dtype: torch.dtype, device: torch.device) -> float:
     """Floating-point operations a second of a matrix product."""
-    square = torch.zeros(_PROBE_SIZE, _PROBE_SIZE, dtype=like.dtype, device=like.device)
+    square = torch.zeros(_PROBE_SIZE, _PROBE_SIZE, dtype=dtype, device=device)
     best = float("inf")
     for _ in range(4):
         started = time.perf_counter()

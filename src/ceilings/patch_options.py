@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any, Final
 
-from ceilings.console import OK, STOPPED, TOO_LARGE, WRONG_INPUT, Terminal, fail, is_out_of_memory
+from ceilings.console import STOPPED, Terminal, add_command, fail, guarded
 
 __all__ = ["add_patch", "run_patch"]
 
@@ -33,6 +33,9 @@ exit codes:
   3  stopped by Ctrl-C; nothing was written
   4  not enough memory
 """
+_OUT_OF_MEMORY: Final = (
+    "memory ran out; a patch needs a few hundred megabytes, whatever the checkpoint: free some"
+)
 _MAKE: Final = """\
 Write OUT, which turns BASE into TUNED, and say what it weighs beside TUNED itself, TUNED compressed, and adapters.
 
@@ -59,18 +62,12 @@ def add_patch(commands: Any) -> None:
     commands
         What ``add_subparsers`` returned.
     """
-    raw = argparse.RawDescriptionHelpFormatter
-    command = commands.add_parser(
-        "patch",
-        help="store a fine-tune as a lossless patch of its base",
-        description=_PATCH,
-        epilog=_CODES,
-        formatter_class=raw,
-    )
+    summary = "store a fine-tune as a lossless patch of its base"
+    command = add_command(commands, "patch", summary, _PATCH, _CODES)
     actions = command.add_subparsers(dest="action", required=True, metavar="ACTION")
 
     def action(name: str, text: str, summary: str, *places: str) -> Any:
-        found = actions.add_parser(name, help=summary, description=text, epilog=_CODES, formatter_class=raw)
+        found = add_command(actions, name, summary, text, _CODES)
         for place in places:
             found.add_argument(place.lower(), metavar=place.split("_")[0])
         found.set_defaults(run=run_patch)
@@ -102,24 +99,9 @@ def run_patch(found: argparse.Namespace, terminal: Terminal) -> int:
     int
         Exit code.
     """
-    return _patch(found, terminal)
-
-
-def _patch(found: argparse.Namespace, terminal: Terminal) -> int:
-    """Run the command; every foreseen failure is one sentence and a code."""
     from ceilings.patch_command import patch
 
     try:
-        patch(found, terminal)
+        return guarded(lambda: patch(found, terminal), _OUT_OF_MEMORY)
     except KeyboardInterrupt:
         return fail("stopped; nothing was written, and the same command begins anew", STOPPED)
-    except (ValueError, OSError, RuntimeError, MemoryError) as error:
-        if is_out_of_memory(error):
-            return fail(
-                "memory ran out; a patch needs a few hundred megabytes, whatever the checkpoint: free some",
-                TOO_LARGE,
-            )
-        if isinstance(error, RuntimeError | BrokenPipeError):
-            raise
-        return fail(str(error), WRONG_INPUT)
-    return OK

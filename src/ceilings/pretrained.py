@@ -114,7 +114,11 @@ def load_pretrained(
             needed = need_tokenizer or _has_tokenizer(source)
             model, missing = (_model_of_gguf if is_gguf else _model_of_folder)(source, dtype)
             tokenizer = (_tokenizer_of_gguf if is_gguf else _tokenizer_of_folder)(source) if needed else None
-        except (OSError, ValueError, KeyError, RuntimeError, NotImplementedError) as error:
+        except MemoryError:
+            raise
+        except (
+            Exception
+        ) as error:  # a file cut short fails wherever its reader happens to be, and each has its own
             reason = " ".join(str(error).split())[:200]
             raise ValueError(f"{source.name!r} is not a readable causal language model: {reason}") from error
     if missing:

@@ -11,8 +11,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
 
-from ceilings.charts import number, percent, signed, with_error
 from ceilings.evidence import critical_value
+from ceilings.readable import number, percent, signed, with_error
 
 __all__ = ["VERSION", "caveats", "conclusions", "package_versions", "schema", "write_json"]
 
@@ -160,7 +160,7 @@ def _verdict(tightness: Mapping[str, Any]) -> str:
     said = f"mean tightness {with_error(mean, error, ', standard error ')}"
     if mean > limit:
         return (
-            f"{said}, which is more than chance gives in one sample of twenty. That belongs to the parameters "
+            f"{said}, which is more than chance gives in 39 samples of 40. That belongs to the parameters "
             "together; single ones still carry the noise"
         )
     return (

@@ -7,18 +7,10 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ceilings.charts import (
-    concentration_chart,
-    distribution_chart,
-    heat_map,
-    layer_chart,
-    number,
-    percent,
-    signed,
-    with_error,
-)
+from ceilings.charts import concentration_chart, distribution_chart, heat_map, layer_chart
 from ceilings.evidence import critical_value
 from ceilings.page_parts import bullets, document, short, table, tiles
+from ceilings.readable import number, percent, signed, with_error
 
 __all__ = ["page"]
 
