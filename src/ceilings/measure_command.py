@@ -277,4 +277,4 @@ def _duration(seconds: float) -> str:
     for unit, length in (("hours", 3600), ("minutes", 60)):
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}"
-    return f"{max(seconds, 1):.0f} seconds"
+    return "a second" if seconds < 1.5 else f"{seconds:.0f} seconds"

@@ -96,6 +96,8 @@ def load_pretrained(
         If there is nothing at ``path``, or no wheel with the built-in model.
     ValueError
         If what is there is not a causal language model that can be read whole.
+    MemoryError
+        If there is no room for it.
 
     Notes
     -----
