@@ -454,6 +454,11 @@ def test_words_do_not_take_noise_for_a_finding(toy, here):
     strong = json.loads(json.dumps(found))
     strong["tightness"] |= {"mean": 0.3, "standard_error": 0.1, "degrees_of_freedom": 10}
     assert "more than chance gives in 39 samples of 40" in report.conclusions(strong)[1]
+    strong["top_rows"][0]["energy_share"] = 0.04
+    assert "this reward uses 20\u00a0% of that" in " ".join(report.conclusions(strong))
+    weak = json.loads(json.dumps(strong))
+    weak["tightness"]["mean"] = 0.1  # a row of many is known no better than all of them
+    assert "shows no use beyond noise" in " ".join(report.conclusions(weak))
     strong["tightness"]["degrees_of_freedom"] = 3  # three draws say little of the error
     assert "cannot be told from noise" in report.conclusions(strong)[1]
     strong["uncertainty"]["mean_score_ratio"] = 50

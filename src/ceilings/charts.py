@@ -24,7 +24,7 @@ __all__ = [
 # Text has 11.5 pixels where a picture is as wide as this, which is about what a phone has.
 _WIDTH: Final = 340
 _HEIGHT: Final = 250
-_LEFT: Final = 46
+_LEFT: Final = 50
 _RIGHT: Final = 24
 _TOP: Final = 14
 _BOTTOM: Final = 44

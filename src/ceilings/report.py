@@ -105,17 +105,9 @@ def conclusions(report: Mapping[str, Any]) -> list[str]:
     if report["top_rows"]:
         row = report["top_rows"][0]
         called = f" ({row['label']!r})" if row["label"] else ""
-        share = row["energy_share"]
-        used = (
-            ""
-            if share is None
-            else f", and this reward uses {percent(share**0.5, 2)} of that"
-            if share > 0
-            else ", of which this sample shows no use beyond noise"
-        )
         sentences.append(
             f"The row with the most room is row {row['row']}{called} of {row['name']}: the norm of its gradient "
-            f"can reach {number(row['ceiling'])}{used}."
+            f"can reach {number(row['ceiling'])}{_in_use(row['energy_share'], report['tightness'])}."
         )
     for reward in report["rewards"][1:] if report["tightness"]["estimate"] == "cross-fitted" else ():
         sentences.append(f"The reward {reward['name']}: {_verdict(reward['tightness'])}.")
@@ -145,10 +137,28 @@ def _signal(report: Mapping[str, Any]) -> str:
         if size is None
         else f" The sample is worth about {number(min(size, count))} independent responses."
     )
+    null = signed(uncertainty["permuted_mean"], 2)
     return (
         f"How much of the ceiling this reward uses: {_verdict(tightness)}. One half of the responses tried what the "
-        f"other suggested; rewards dealt out anew gave {signed(uncertainty['permuted_mean'])} in the same way.{worth}"
+        f"other suggested; rewards dealt out anew gave {null} in the same way.{worth}"
     )
+
+
+def _in_use(share: float | None, tightness: Mapping[str, Any]) -> str:
+    """What a reward uses of the ceiling of one row; a single row is no better known than all of them."""
+    if share is None:
+        return ""
+    if tightness["estimate"] == "cross-fitted" and (share <= 0 or not _exceeds_chance(tightness)):
+        return ", of which this sample shows no use beyond noise"
+    return f", and this reward uses {percent(share**0.5, 2)} of that"
+
+
+def _exceeds_chance(tightness: Mapping[str, Any]) -> bool:
+    """Whether a cross-fitted mean lies above what chance gives in 39 samples of 40."""
+    mean, error = tightness["mean"], tightness["standard_error"]
+    if mean is None or error is None:
+        return False
+    return bool(mean > critical_value(tightness["degrees_of_freedom"]) * error)
 
 
 def _verdict(tightness: Mapping[str, Any]) -> str:
@@ -156,9 +166,8 @@ def _verdict(tightness: Mapping[str, Any]) -> str:
     mean, error = tightness["mean"], tightness["standard_error"]
     if mean is None or error is None:
         return "undefined, the reward does not vary"
-    limit = critical_value(tightness["degrees_of_freedom"]) * error
     said = f"mean tightness {with_error(mean, error, ', standard error ')}"
-    if mean > limit:
+    if _exceeds_chance(tightness):
         return (
             f"{said}, which is more than chance gives in 39 samples of 40. That belongs to the parameters "
             "together; single ones still carry the noise"
