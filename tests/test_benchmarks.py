@@ -85,7 +85,7 @@ def test_the_largest_model_by_hand():
 def test_the_arithmetic_of_memory_was_held_against_processes():
     checks = RECORD["memory_check"]
     assert {c["weight_bytes"] for c in checks} == {2, 4}
-    assert max(c["parameters"] for c in checks) > 2.5e8
+    assert len({c["parameters"] for c in checks}) >= 3 and max(c["parameters"] for c in checks) > 2.5e8
     for c in checks:
         assert c["computed_mb"] == pytest.approx(c["parameters"] * (c["weight_bytes"] + 12) / 2**20)
         assert c["computed_mb"] < c["measured_mb"] < c["computed_mb"] + 1100  # what a batch takes
