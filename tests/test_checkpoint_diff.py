@@ -176,6 +176,24 @@ def test_results_do_not_depend_on_the_number_of_threads(tmp_path):
     assert report_of(*pair, threads=1) == report_of(*pair, threads=4)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("room", [0, 7, 2**20], ids=["none", "few", "all"])
+def test_cuts_are_the_same_whether_sizes_were_kept_or_are_read_again(tmp_path, monkeypatch, dtype, room):
+    before = weights(dtype=dtype)
+    after = moved(before, 1e-3, share=0.5)
+    pair = save(tmp_path / "base", before), save(tmp_path / "tuned", after)
+    monkeypatch.setattr("ceilings.delta_scan._FEW", room)
+    monkeypatch.setattr("ceilings.delta_scan._FEW_IN", 2**40)
+    found = report_of(*pair)["cuts"]
+    sizes = torch.cat([(after[n].double() - before[n].double()).abs().float().flatten() for n in NAMES])
+    ordered = sizes.sort(descending=True).values
+    for share in SHARES:
+        cut, size = found[f"{share:g}"], max(1, round(share * len(sizes)))
+        assert cut["value"] == float(ordered[size - 1]), share
+        assert cut["above"] == int((sizes > ordered[size - 1]).sum()), share
+        assert cut["tied"] == int((sizes == ordered[size - 1]).sum()), share
+
+
 def test_blocks_join_without_a_seam(tmp_path, monkeypatch):
     before = weights()
     pair = save(tmp_path / "base", before), save(tmp_path / "tuned", moved(before, 1e-3))

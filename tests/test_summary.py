@@ -1,6 +1,8 @@
 """Statistics of moments made by hand: zeros, shares, names, the derived tensors."""
 
 import dataclasses
+import json
+import math
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ import torch
 from ceilings.folds import Folds, two_halves
 from ceilings.moments import ScoreMoments
 from ceilings.readable import number, percent, with_error
+from ceilings.report import write_json
 from ceilings.summary import _Histogram, derived_tensors, summarise
 
 
@@ -132,3 +135,24 @@ def test_a_number_has_no_more_digits_than_its_error_allows():
     assert with_error(-0.0326, 0.0081) == "−0.0326 ± 0.0081"
     assert with_error(-1e-9, 0.05) == "0.000 ± 0.050" and with_error(123.4, 25.0) == "123 ± 25"
     assert with_error(None, None) == "–" and with_error(0.25, None) == "0.25"
+
+
+def test_json_is_written_in_lines_and_says_the_same(tmp_path):
+    row = {"name": "é", "numbers": [1, 2.5, None], "inner": {"a": True}}
+    values = {
+        "flat": {"a": 1},
+        "none": [],
+        "empty": {},
+        "few": [row] * 2,
+        "many": [row] * 9,
+        "deep": {"x": {"y": [1]}},
+    }
+    write_json(tmp_path / "v.json", values)
+    text = (tmp_path / "v.json").read_text(encoding="utf-8")
+    assert json.loads(text) == values and text.endswith("}\n")
+    assert sum('"name": "é"' in line for line in text.splitlines()) == 11
+    assert max(map(len, text.splitlines())) < 90
+    with pytest.raises(ValueError):
+        write_json(tmp_path / "v.json", {"a": {"b": math.nan}})
+    assert json.loads((tmp_path / "v.json").read_text(encoding="utf-8")) == values
+    assert [path.name for path in tmp_path.iterdir()] == ["v.json"]

@@ -220,15 +220,16 @@ def compare(
             "no tensor with floating numbers is in both checkpoints: give two checkpoints of a model"
         )
 
-    def work(pair: Pair) -> TensorDiff:
-        return _tensor(base, tuned, pair, compared[pair.name], rank)
+    def work(pair: Pair) -> tuple[TensorDiff, dict[str, Any]]:
+        tensor = _tensor(base, tuned, pair, compared[pair.name], rank)
+        return tensor, describe(tensor.tally)
 
     found: dict[str, tuple[TensorDiff, dict[str, Any]]] = {}
     # The largest first: no thread is left alone with one at the end.
     order = sorted(floats, key=lambda pair: (-pair.parameters, pair.name))
-    for done, tensor in enumerate(_threaded(work, order, threads)):
+    for done, (tensor, entry) in enumerate(_threaded(work, order, threads)):
         _sum_up(diff, tensor)
-        found[tensor.pair.name] = _light(tensor), describe(tensor.tally)
+        found[tensor.pair.name] = _light(tensor), entry
         progress("comparing", done + 1, len(order))
     for pair in floats:
         tensor, entry = found[pair.name]
@@ -368,7 +369,8 @@ def _finders(total: Tally) -> list[CutFinder]:
     counts = total.sizes.dense().clone()
     counts[0] += total.parameters - int(counts.sum())
     mixed = total.mixed.dense()
-    return [CutFinder(counts, max(1, round(share * total.parameters)), mixed) for share in SHARES]
+    sizes = [max(1, round(share * total.parameters)) for share in SHARES]
+    return [CutFinder(counts, size, mixed, total.finer) for size in sizes]
 
 
 def _count_sizes(

@@ -33,6 +33,9 @@ ABSOLUTE: Final = 1e-5
 #: Least difference over the larger magnitude that counts as a change by the relative rule.
 RELATIVE: Final = 1e-3
 _BLOCK: Final = 2**19
+# Sizes off the grid of the buckets are kept one by one up to this many, or one in so many entries: 4 bytes each.
+_FEW: Final = 2**10
+_FEW_IN: Final = 64
 _SCRATCH: Final = threading.local()
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -122,7 +125,7 @@ def scan(base: Tensor, tuned: Tensor, dtype: str) -> Tally:
     Tally
         Counts and sums.
     """
-    counter = _Counter(dtype)
+    counter = _Counter(dtype, base.numel())
     for first, second in blocks(base, tuned, dtype):
         counter.add(first, second)
     return counter.tally()
@@ -213,9 +216,10 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 class _Counter:
     """Sums over blocks, one number for every bucket; one at a time in each thread."""
 
-    def __init__(self, dtype: str) -> None:
+    def __init__(self, dtype: str, entries: int) -> None:
         # Formats of 8 bits are exact in bfloat16, where a bucket is one number.
         self.dtype = dtype
+        self.entries, self.finer = entries, 0
         self.sums = Tally()
         whole = _scratch(torch.int64, 4 * BUCKETS).view(4, BUCKETS).zero_()
         self.sizes, self.mixed, self.weights, self.changed = whole
@@ -240,15 +244,16 @@ class _Counter:
         """Count over the entries that differ in their bits."""
         sums, wide = self.sums, _wide(base.dtype)
         a, b = base.to(wide), tuned.to(wide)
-        same = (a == b) | (a.isnan() & b.isnan())
-        alike = int(same.count_nonzero())
-        if alike:
-            sums.bits_only += alike
-            a, b, buckets = a[~same], b[~same], buckets[~same]
+        change = b - a
+        # NOTE numbers are finite and not the same nearly always: one look at the changes then replaces five.
+        usual = bool(change.isfinite().all()) and int(change.count_nonzero()) == len(change)
+        if not usual:
+            same = (a == b) | (a.isnan() & b.isnan())
+            sums.bits_only += int(same.count_nonzero())
+            a, b, change, buckets = a[~same], b[~same], change[~same], buckets[~same]
         sums.equality += len(a)
         _count(self.changed, buckets)
-        change = b - a
-        if not bool(torch.isfinite(change).all()):
+        if not usual:
             sized = change.isfinite()
             sums.non_finite += (lost := len(a) - int(sized.count_nonzero()))
             sums.absolute += lost
@@ -261,12 +266,20 @@ class _Counter:
         sums.fourth += float(square.dot(square))
         patterns = size_patterns(size)
         at = patterns >> 16
-        lower = patterns & 0xFFFF
-        if bool(lower.any()):
-            _count(self.mixed, at[lower != 0])
+        finer = positions((patterns & 0xFFFF) != 0)
+        if len(finer):
+            _count(self.mixed, at.index_select(0, finer))
+            self._keep(patterns.index_select(0, finer))
         _count(self.sizes, at)
         _count(self.energy, at, square)
         _count(self.by_weight, buckets, square)
+
+    def _keep(self, patterns: Tensor) -> None:
+        """Keep sizes that are not the least of their bucket, as long as they are few."""
+        self.finer += len(patterns)
+        if self.sums.finer is not None:
+            few = self.finer <= max(_FEW, self.entries // _FEW_IN)
+            self.sums.finer = [*self.sums.finer, patterns] if few else None
 
     def tally(self) -> Tally:
         """What was counted."""
@@ -275,20 +288,19 @@ class _Counter:
         if _is_on_grid(TORCH_DTYPES[self.dtype]):
             values = bucket_values().nan_to_num(posinf=0.0)
             sums.base_square = float(self.weights.double() @ values.square())
-        sums.sizes, sums.size_energy = Bins.trimmed(self.sizes), Bins.trimmed(self.energy)
-        sums.mixed = Bins.trimmed(self.mixed)
-        sums.weights, sums.changed_weights = Bins.trimmed(self.weights), Bins.trimmed(self.changed)
-        sums.weight_energy = Bins.trimmed(self.by_weight)
-        sums.gaps = self._gaps()
+        sums.sizes, sums.size_energy, sums.mixed = Bins.trimmed(self.sizes, self.energy, self.mixed)
+        sums.weights, sums.changed_weights, sums.weight_energy = Bins.trimmed(
+            self.weights, self.changed, self.by_weight
+        )
+        sums.gaps = self._gaps(sums.weights, sums.changed_weights)
         return sums
 
-    def _gaps(self) -> dict[int, int]:
+    def _gaps(self, weights: Bins, changed: Bins) -> dict[int, int]:
         """Unchanged entries by the least step that they could have shown."""
-        exponents = half_gap_exponents(self.dtype)
+        exponents = half_gap_exponents(self.dtype)[weights.start : weights.start + len(weights.values)]
         least = int(exponents.min())
-        counts = torch.zeros(int(exponents.max()) - least + 1, dtype=torch.int64)
-        counts.index_add_(0, exponents - least, self.weights - self.changed)
-        return {least + k: int(counts[k]) for k in np.flatnonzero(counts.numpy()).tolist()}
+        counts = torch.bincount(exponents - least, (weights.values - changed.values).double()).long()
+        return {least + k: count for k, count in enumerate(counts.tolist()) if count}
 
 
 def _scratch(dtype: torch.dtype, count: int) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -49,19 +50,26 @@ class CutFinder:
         Entries that the set shall have.
     mixed
         How many of them have a lower half that is not zero; None if that is not known.
+    finer
+        Patterns of the entries that have, where these were kept.
     """
 
-    def __init__(self, counts: Tensor, size: int, mixed: Tensor | None = None) -> None:
+    def __init__(
+        self, counts: Tensor, size: int, mixed: Tensor | None = None, finer: Sequence[Tensor] | None = None
+    ) -> None:
         held = counts.flip(0).cumsum(0)
         at = int(torch.searchsorted(held, size))
         self.size = size
         self.bucket = len(counts) - 1 - at
         self.above = int(held[at] - counts[self.bucket])
         self._lower = torch.zeros(2**16, dtype=torch.int64)
-        #: Whether nothing has to be counted any more: all entries of the bucket are of one size.
-        self.settled = mixed is not None and not int(mixed[self.bucket])
+        #: Whether nothing has to be counted any more: the entries of the bucket are of one size, or are known.
+        self.settled = False
+        if finer:
+            self.add(torch.cat(list(finer)))
+        self.settled = finer is not None or (mixed is not None and not int(mixed[self.bucket]))
         if self.settled:
-            self._lower[0] = counts[self.bucket]
+            self._lower[0] = counts[self.bucket] - self._lower.sum()
 
     def add(self, patterns: Tensor) -> None:
         """Count more entries.

@@ -18,6 +18,10 @@ from torch import Tensor
 __all__ = ["BUCKETS", "GRIDS", "Bins", "Tally", "bucket_values", "half_gap_exponents"]
 
 BUCKETS: Final = 2**15
+_SUMMED: Final = (
+    "parameters equality absolute relative bits_only non_finite base_square square fourth sizes size_energy mixed "
+    "weights changed_weights weight_energy"
+).split()
 _INFINITE: Final = 0x7F80  # from here on, buckets hold what is infinite or not a number
 #: Bits after the leading one, and least exponent, of the floating formats.
 GRIDS: Final = {
@@ -104,37 +108,37 @@ class Bins:
     values: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
 
     @classmethod
-    def trimmed(cls, dense: Tensor) -> Bins:
+    def trimmed(cls, dense: Tensor, *others: Tensor) -> list[Bins]:
         """Bins of one number for every bucket.
 
         Parameters
         ----------
         dense
             The numbers.
+        others
+            Further numbers, zero wherever these are.
 
         Returns
         -------
-        Bins
-            Without the zeros at both ends.
+        list
+            Bins of each, without the buckets at both ends where ``dense`` is zero.
         """
-        used = np.flatnonzero((dense != 0).numpy())
-        if not len(used):
-            return cls(0, dense[:0].clone())
-        first, last = int(used[0]), int(used[-1])
-        return cls(first, dense[first : last + 1].clone())
+        used = np.flatnonzero(dense.numpy())
+        part = slice(int(used[0]), int(used[-1]) + 1) if len(used) else slice(0, 0)
+        return [cls(part.start, values[part].clone()) for values in (dense, *others)]
 
     def __iadd__(self, other: Bins) -> Bins:
-        count = other.values.numel()
+        count, mine = other.values.numel(), self.values.numel()
         if not count:
             return self
-        if not self.values.numel():
+        if not mine:
             self.start, self.values = other.start, other.values.clone()
             return self
         start = min(self.start, other.start)
-        end = max(self.start + self.values.numel(), other.start + count)
-        if end - start > self.values.numel():
+        end = max(self.start + mine, other.start + count)
+        if end - start > mine:
             wide = torch.zeros(end - start, dtype=self.values.dtype)
-            wide[self.start - start : self.start - start + self.values.numel()] = self.values
+            wide[self.start - start : self.start - start + mine] = self.values
             self.start, self.values = start, wide
         self.values[other.start - start : other.start - start + count] += other.values
         return self
@@ -177,6 +181,8 @@ class Tally:
     mixed
         Number of changed entries whose size is not the least of its bucket: where there are none, all sizes of the
         bucket are equal.
+    finer
+        Patterns of those sizes, as int32; None where they were too many to keep.
     weights, changed_weights, weight_energy
         Number of entries, of changed entries, and their squared change, by magnitude of the weight.
     gaps
@@ -196,19 +202,18 @@ class Tally:
     sizes: Bins = field(default_factory=Bins)
     size_energy: Bins = field(default_factory=Bins)
     mixed: Bins = field(default_factory=Bins)
+    finer: list[Tensor] | None = field(default_factory=list)
     weights: Bins = field(default_factory=Bins)
     changed_weights: Bins = field(default_factory=Bins)
     weight_energy: Bins = field(default_factory=Bins)
     gaps: dict[int, int] = field(default_factory=dict)
 
     def __iadd__(self, other: Tally) -> Tally:
-        for name in (
-            "parameters equality absolute relative bits_only non_finite base_square square fourth sizes size_energy "
-            "mixed weights changed_weights weight_energy"
-        ).split():
+        for name in _SUMMED:
             total = getattr(self, name)
             total += getattr(other, name)
             setattr(self, name, total)
+        self.finer = None if self.finer is None or other.finer is None else self.finer + other.finer
         for exponent, count in other.gaps.items():
             self.gaps[exponent] = self.gaps.get(exponent, 0) + count
         return self
