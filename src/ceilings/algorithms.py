@@ -277,12 +277,12 @@ ROWS: Final = (
             case.old.probs, case.law.scores, case.log_ratios, case.rewards, beta=0.5
         ),
         sampled=r"pairs of $\mu$",
-        signal=r"win rate less leash, times $\beta/P$",
+        signal=r"win rate − leash, times $\beta/P$",
         direction="$s$",
         centred="yes: weights add up to zero",
-        update=r"$\frac{\beta}{P}\Cov_\mu\big(\E'[\varepsilon] - \E'[\lvert\varepsilon\rvert\tanh], s\big)$",
+        update=r"$\frac{\beta}{P}\Cov_\mu(\text{win rate} - \text{leash}, s)$",
         ceiling=r"$\beta\sqrt{\E[w^2]}\sqrt{2F^\mu_{ii}/P}$",
-        voided=r"$P = 1$ when ties are dropped; $F$ of $\pi$ when $\mu \ne \pi$",
+        voided=r"leaving out $P$ where ties are dropped; $F$ of $\pi$ where $\mu \ne \pi$",
         blind="the leash",
     ),
     Row(
