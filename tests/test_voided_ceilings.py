@@ -8,7 +8,6 @@ import torch
 
 from ceilings import losses
 
-pytestmark = pytest.mark.claim("prop-voids")
 HALF = 0.5
 
 
@@ -35,12 +34,14 @@ def rows(logs, picked, lengths=None):
     return torch.where(mask & (torch.arange(mask.shape[1]) == 0), logs[list(picked)][:, None], 0), mask
 
 
+@pytest.mark.claim("prop-voids")
 def test_a_second_step_on_the_same_batch():
     found = of_two(lambda logs: losses.rloo_loss(*rows(logs, (0, 1)), vector(1.0, 0.0), [0, 0]), 0.75)
     on_policy, as_sampled = 0.75 * 0.25, HALF * HALF
     assert found == pytest.approx(0.5, rel=1e-12) and found > as_sampled > on_policy
 
 
+@pytest.mark.claim("prop-voids")
 @pytest.mark.parametrize("p", [0.01, 0.1, 0.5])
 def test_the_deviation_of_the_group(p):
     total = 0.0
@@ -55,6 +56,7 @@ def test_the_deviation_of_the_group(p):
     assert spread**2 < total**2 < 2 / 3 * 3 * spread * spread
 
 
+@pytest.mark.claim("prop-voids")
 def test_the_length_turns_grpo_against_the_reward():
     slopes, lengths, reward = (-1.0, 2.0, 0.0, -1.0), [1, 4, 1, 4], vector(1.0, 1.0, 0.0, 0.0)
     pairs = list(itertools.product(range(4), repeat=2))
@@ -70,6 +72,7 @@ def test_the_length_turns_grpo_against_the_reward():
     assert expected(losses.grpo_loss) == pytest.approx(-1 / 32 / 2**0.5, rel=1e-12)
 
 
+@pytest.mark.claim("prop-voids")
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_the_clip_pushes_where_the_signal_is_a_constant(advantage):
     behaviour = vector(HALF, HALF).log()
@@ -92,6 +95,7 @@ def test_the_clip_pushes_where_the_signal_is_a_constant(advantage):
     assert expected(0.6) == pytest.approx(0, abs=1e-15)
 
 
+@pytest.mark.claim("prop-voids")
 def test_dropped_ties_and_foreign_pairs():
     for p in (0.01, 0.5):
         logs_ref = vector(p, 1 - p).log()
@@ -106,6 +110,7 @@ def test_dropped_ties_and_foreign_pairs():
         assert p == HALF or found > 0.5 * (2 * spread / 0.5) ** 0.5
 
 
+@pytest.mark.claim("prop-voids")
 def test_what_is_not_centred():
     data, reference = vector(0.75, 0.25), vector(HALF, HALF).log()
 
@@ -137,6 +142,7 @@ def coin(loss):
     )
 
 
+@pytest.mark.claim("prop-voids")
 def test_a_coin_moves_orpo_and_simpo_to_the_shorter_response():
     likelihood = coin(lambda *pair: losses.orpo_loss(*pair, odds_weight=1e-9))
     assert likelihood == pytest.approx(1 / 8, rel=1e-6)
@@ -145,6 +151,7 @@ def test_a_coin_moves_orpo_and_simpo_to_the_shorter_response():
     )
 
 
+@pytest.mark.claim("prop-voids")
 def test_distinct_successes_count_alike():
     offset = vector(9 / 20, 1 / 20, 1 / 2).log()  # two successes and a failure
 
@@ -162,6 +169,7 @@ def test_distinct_successes_count_alike():
     assert as_drawn**2 < 19 / 400 < distinct**2
 
 
+@pytest.mark.claim("prop-voids")
 def test_a_learned_reward_pushes_where_all_outcomes_are_alike():
     implicit, outcome = vector(1.0, 0.0), vector(1.0, 1.0)
     found = of_two(
@@ -176,6 +184,7 @@ def test_a_learned_reward_pushes_where_all_outcomes_are_alike():
     assert found == pytest.approx(1 / 4, rel=1e-12)
 
 
+@pytest.mark.claim("prop-voids")
 def test_held_prefixes_do_not_see_later_disagreement():
     even, teacher = vector(HALF, HALF).log(), vector(0.75, 0.25).log()
     mask = torch.tensor([[True, False], [True, True], [True, True]])  # the second option goes on
