@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from ceilings.figures import COLOURS, STYLE, house_plot, null_rows, tightness_histogram
+from ceilings.figures import COLOURS, STYLE, house_plot, null_rows, small_panels, tightness_histogram
 
 F64 = torch.float64
 
@@ -149,3 +149,18 @@ def test_null_rows_refuse_a_result_without_nulls(ax):
             null_rows(ax, rows, {}, 0.01)
     with pytest.raises(ValueError, match=r"no null model is given for \['tea'\]"):
         null_rows(ax, {"coffee": torch.zeros(3)}, {"tea": 0.5}, 0.01)
+
+
+def test_small_panels_name_each_and_label_the_lowest_of_each_column(ax):
+    figure, panels = small_panels(["a", "b", "c", "d"], 3.0)
+    assert [panel.texts[0].get_text() for panel in panels] == ["a", "b", "c", "d"]
+    assert [panel.get_visible() for panel in figure.axes] == [True] * 4 + [False] * 2
+    labelled = [panel.xaxis.get_major_ticks()[0].label1.get_visible() for panel in panels]
+    assert labelled == [False, True, True, True]
+    plt.close(figure)
+
+
+@pytest.mark.parametrize(("names", "columns"), [([], 3), (["a"], 0)])
+def test_no_panel_is_refused(names, columns):
+    with pytest.raises(ValueError, match="give at least one of each"):
+        small_panels(names, 2.0, columns)

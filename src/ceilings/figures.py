@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Final
 
@@ -11,8 +11,9 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-__all__ = ["COLOURS", "STYLE", "draw_roof", "house_plot", "null_rows", "tightness_histogram"]
+__all__ = ["COLOURS", "STYLE", "draw_roof", "house_plot", "null_rows", "small_panels", "tightness_histogram"]
 
 STYLE: Final = str(files("ceilings").joinpath("book.mplstyle"))
 
@@ -189,3 +190,40 @@ def null_rows(ax: Axes, rows: Mapping[str, Tensor], results: Mapping[str, float]
     ax.axvline(chance, color="#444444", lw=0.8, ls=":", label="chance")
     ax.set_yticks(range(len(rows)), list(rows)[::-1])
     ax.legend(loc="lower right")
+
+
+def small_panels(names: Sequence[str], height: float, columns: int = 3) -> tuple[Figure, list[Axes]]:
+    """Small panels on the same axes, narrow enough that their words can be read on a telephone.
+
+    Parameters
+    ----------
+    names
+        What each panel shows, written in its upper left corner.
+    height
+        Of the figure, in inches.
+    columns
+        Panels a row.
+
+    Returns
+    -------
+    tuple
+        The figure, and one axes a name; the lowest of each column carries the ticks' labels.
+
+    Raises
+    ------
+    ValueError
+        If there is no name or no column.
+    """
+    import matplotlib.pyplot as plt
+
+    if not names or columns < 1:
+        raise ValueError(f"{len(names)} panels in {columns} columns: give at least one of each")
+    rows = -(-len(names) // columns)
+    fig, grid = plt.subplots(rows, columns, figsize=(4.8, height), sharex=True, sharey=True, squeeze=False)
+    axes = list(grid.flat)
+    for k, ax in enumerate(axes):
+        ax.set_visible(k < len(names))
+        if k < len(names):
+            ax.annotate(names[k], (0.05, 0.95), xycoords="axes fraction", va="top", fontsize=8.5)
+            ax.tick_params(labelbottom=k + columns >= len(names))
+    return fig, axes[: len(names)]
