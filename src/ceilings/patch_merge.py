@@ -13,18 +13,17 @@ from ceilings.patch import check_base, check_names, inspect_patch
 from ceilings.patch_bytes import Reader
 from ceilings.patch_coding import (
     CHUNK,
+    WHOLE,
     Changes,
-    Words,
-    changes,
+    Stretch,
     code_changes,
-    code_words,
+    code_stretch,
     decode_changes,
-    decode_words,
     new_words,
-    words_of,
 )
 from ceilings.patch_file import PatchWriter, Source, in_order, open_patch, open_source, target
 from ceilings.patch_manifest import Manifest, Tuned
+from ceilings.patch_numbers import Words, code_words, decode_words, words_of
 from ceilings.patch_summary import PatchSummary
 from ceilings.safetensors_file import SafetensorsFile
 
@@ -112,8 +111,8 @@ def merge_patches(
     prefer
         Which patch decides where both change one number and not to the same bits; None refuses such a merge.
     base
-        Their base. It is needed only where the two store the values of a tensor in different ways, which cannot be
-        compared without it.
+        Their base. It is needed only where the two store the values of a tensor in different ways, or one of them
+        stores it whole: then they cannot be compared without it.
 
     Returns
     -------
@@ -193,6 +192,9 @@ def _merge_tensor(
     none = Conflict(name, 0, 0, "")
     if not all(touched):
         chosen = int(touched[1])
+    elif one is not None and one == two and one.digest is not None:  # they become the same
+        rest = (one.what.size - one.common) // one.what.width
+        none = Conflict(name, one.changed + rest, 0, "")
     elif one is not None and two is not None and _alike(one, two):
         return _merge_numbers(name, sides, prefer, old, writer)
     elif one != two:
@@ -247,12 +249,11 @@ def _merge_numbers(
     stored = writer.add(name, b"")  # an empty tensor has coded bytes too: none
     for a, b, size, before in _pairs(name, sides, old):
         merged, shared, unlike = _union(a, b, first)
-        if before is not None:  # the shortest way may have changed with the values
-            merged = changes(before, _applied(merged, before))
-        where, which = code_changes(merged, size)
-        changed, both, differing = changed + len(merged.positions), both + shared, differing + unlike
-        positions += writer.add(name, where)
-        values += writer.add(name, which)
+        coded = _coded(merged, size, before)
+        changed, both, differing = changed + coded.changed, both + shared, differing + unlike
+        positions += writer.add(name, coded.positions)
+        values += writer.add(name, coded.values)
+        stored += writer.add(name, coded.whole)
     for rows, others in _tails(name, sides, one, width):
         both, differing = both + len(rows), differing + int((rows != others).sum())
         stored += writer.add(name, code_words(rows if first else others))
@@ -272,9 +273,9 @@ def _pairs(
         size = min(CHUNK, (entry.common - at) // width)
         a, b = (_read(name, side, reader, size, width) for side, reader in zip(sides, readers, strict=True))
         before = None
-        if a.mode != b.mode and len(a.positions) and len(b.positions):
+        if WHOLE in (a.mode, b.mode) or (a.mode != b.mode and len(a.positions) and len(b.positions)):
             before = _old_words(name, sides, old, at, size)
-            a, b = (Changes("bits", c.positions, new_words(c, before)) for c in (a, b))
+            a, b = (_as_bits(found, before) for found in (a, b))
         yield a, b, size, before
 
 
@@ -344,8 +345,17 @@ def _union(a: Changes, b: Changes, first: bool) -> tuple[Changes, int, int]:
     return Changes(mode, positions[order], values[order]), len(of_a), unlike
 
 
-def _applied(found: Changes, before: Words) -> Words:
-    """All bits of a stretch after its changes."""
+def _as_bits(found: Changes, before: Words) -> Changes:
+    """Changes by their new bits; of a stretch that is stored whole, those that are changes."""
+    after = new_words(found, before)
+    moved = after != before[found.positions]
+    return Changes("bits", found.positions[moved], after[moved])
+
+
+def _coded(merged: Changes, size: int, before: Words | None) -> Stretch:
+    """Merged changes; with the old bits at hand, in the way that is now the shortest."""
+    if before is None:
+        return Stretch(len(merged.positions), *code_changes(merged, size), b"", 0)
     words = before.copy()
-    words[found.positions] = new_words(found, before)
-    return words
+    words[merged.positions] = new_words(merged, before)
+    return code_stretch(before, words)
