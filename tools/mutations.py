@@ -677,7 +677,7 @@ CHECKPOINTS = [
     ),
     fault(
         "a merge in which the other patch decides",
-        "src/ceilings/patch_merge.py",
+        "src/ceilings/patch_union.py",
         "(a, b, of_b) if first else (b, a, of_a)",
         "(b, a, of_a) if first else (a, b, of_b)",
         "tests/test_patch_merge.py -k union",
@@ -691,7 +691,7 @@ CHECKPOINTS = [
     ),
     fault(
         "a stretch that is stored whole merged as if all of it had changed",
-        "src/ceilings/patch_merge.py",
+        "src/ceilings/patch_union.py",
         "    moved = after != before[found.positions]",
         "    moved = np.ones(len(after), bool)",
         "tests/test_patch_merge.py -k union",

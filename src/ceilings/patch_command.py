@@ -7,8 +7,9 @@ import json
 from typing import Any, Final, Protocol
 
 from ceilings.patch import apply_patch, inspect_patch, make_patch
-from ceilings.patch_merge import Conflict, ConflictError, merge_patches
+from ceilings.patch_merge import ConflictError, merge_patches
 from ceilings.patch_summary import PatchSummary
+from ceilings.patch_union import Conflict
 
 __all__ = ["Console", "as_json", "patch", "table"]
 
