@@ -187,8 +187,16 @@ def test_words_in_the_charts_of_a_report_can_be_read_on_a_phone(browser, tmp_pat
     from ceilings.cli import main
 
     draw = torch.Generator().manual_seed(0)
-    names = ["self_attn.q_proj", "self_attn.k_proj", "mlp.gate_proj", "mlp.down_proj", "post_attention_layernorm"]
-    base = {f"model.layers.{k}.{n}.weight": torch.randn(96, 96, generator=draw) for k in range(14) for n in names}
+    names = [
+        "self_attn.q_proj",
+        "self_attn.k_proj",
+        "mlp.gate_proj",
+        "mlp.down_proj",
+        "post_attention_layernorm",
+    ]
+    base = {
+        f"model.layers.{k}.{n}.weight": torch.randn(96, 96, generator=draw) for k in range(14) for n in names
+    }
     tuned = {name: weight + 1e-3 * torch.randn(96, 96, generator=draw) for name, weight in base.items()}
     for word, weights in (("base", base), ("tuned", tuned)):
         save_file({n: w.bfloat16() for n, w in weights.items()}, tmp_path / f"{word}.safetensors")
@@ -202,7 +210,8 @@ def test_words_in_the_charts_of_a_report_can_be_read_on_a_phone(browser, tmp_pat
             const words = [...chart.querySelectorAll('text')].filter(w => !w.hasAttribute('transform'));
             const scale = chart.getBoundingClientRect().width / chart.viewBox.baseVal.width;
             const boxes = words.map(w => w.getBoundingClientRect());
-            const hit = (a, b) => a.left < b.right - 1 && b.left < a.right - 1 && a.top < b.bottom - 4 && b.top < a.bottom - 4;
+            const hit = (a, b) => a.left < b.right - 1 && b.left < a.right - 1
+                && a.top < b.bottom - 4 && b.top < a.bottom - 4;
             const clashes = words.flatMap((w, i) => words.slice(i + 1).filter((_, j) => hit(boxes[i], boxes[i + 1 + j]))
                 .map(other => w.textContent + ' on ' + other.textContent));
             const card = chart.closest('section').getBoundingClientRect();
