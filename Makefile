@@ -55,7 +55,7 @@ claims: $(ENV)  ## write the ledger of claims, book/claims.md
 api: $(ENV)  ## write the page of the library, book/api.md
 	@$(BIN)/python tools/api.py build
 
-report: $(ENV)  ## write the page of report.json, book/tool/report.md
+report: $(ENV)  ## write the pages of the reports, book/tool/report.md and diff_report.md
 	@$(BIN)/python tools/report_fields.py build
 
 readme: $(ENV)  ## draw the figure of the README and write its table of chapters

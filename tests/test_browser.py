@@ -223,6 +223,53 @@ def violations(page, scheme):
     ]
 
 
+def test_words_in_the_charts_of_a_report_can_be_read_on_a_phone(browser, tmp_path, capsys):
+    import torch
+    from safetensors.torch import save_file
+
+    from ceilings.cli import main
+
+    draw = torch.Generator().manual_seed(0)
+    names = [
+        "self_attn.q_proj",
+        "self_attn.k_proj",
+        "mlp.gate_proj",
+        "mlp.down_proj",
+        "post_attention_layernorm",
+    ]
+    base = {
+        f"model.layers.{k}.{n}.weight": torch.randn(96, 96, generator=draw) for k in range(14) for n in names
+    }
+    tuned = {name: weight + 1e-3 * torch.randn(96, 96, generator=draw) for name, weight in base.items()}
+    for word, weights in (("base", base), ("tuned", tuned)):
+        save_file({n: w.bfloat16() for n, w in weights.items()}, tmp_path / f"{word}.safetensors")
+    paths = [str(tmp_path / f"{word}.safetensors") for word in ("base", "tuned")]
+    assert main(["diff", *paths, "--no-rank", "--html", str(tmp_path / "page.html")]) == 0
+    context = browser.new_context(viewport={"width": WIDTHS["narrow"], "height": 900})
+    page = context.new_page()
+    page.goto((tmp_path / "page.html").as_uri())
+    charts = page.evaluate(
+        """() => [...document.querySelectorAll('svg')].map(chart => {
+            const words = [...chart.querySelectorAll('text')].filter(w => !w.hasAttribute('transform'));
+            const scale = chart.getBoundingClientRect().width / chart.viewBox.baseVal.width;
+            const boxes = words.map(w => w.getBoundingClientRect());
+            const hit = (a, b) => a.left < b.right - 1 && b.left < a.right - 1
+                && a.top < b.bottom - 4 && b.top < a.bottom - 4;
+            const clashes = words.flatMap((w, i) => words.slice(i + 1).filter((_, j) => hit(boxes[i], boxes[i + 1 + j]))
+                .map(other => w.textContent + ' on ' + other.textContent));
+            const card = chart.closest('section').getBoundingClientRect();
+            const outside = boxes.filter(b => b.left < card.left || b.right > card.right).length;
+            return {size: scale * parseFloat(getComputedStyle(words[0]).fontSize), clashes, outside};
+        })"""
+    )
+    wide = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+    context.close()
+    assert len(charts) == 3 and wide <= 0
+    for chart in charts:
+        assert chart["size"] > 9.5
+        assert (chart["clashes"], chart["outside"]) == ([], 0)
+
+
 def test_search_finds_a_theorem(browser, site):
     with Visit(browser, site, "search.html?q=covariance") as visit:
         visit.page.wait_for_selector("#search-results ul.search li a", timeout=15000)

@@ -234,6 +234,33 @@ def test_rules_one_and_three_coincide_in_bfloat16_and_not_in_float32():
     assert (small.equality, small.absolute, small.relative) == (4, 0, 4)
 
 
+def test_one_training_leaves_three_counts_in_three_ways_to_store_it(tmp_path):
+    """768 weights of a norm, all 1, under Adam: float32, a float32 copy that is saved in bfloat16, bfloat16 alone."""
+    g = torch.Generator().manual_seed(0)
+    drift, noise = torch.randn(768, generator=g), torch.randn(100, 768, generator=g)
+    kept = {}
+    for word, master, stored in (
+        ("float32", torch.float32, torch.float32),
+        ("copy", torch.float32, torch.bfloat16),
+        ("bfloat16", torch.bfloat16, torch.bfloat16),
+    ):
+        weight = torch.ones(768, dtype=master)
+        optimiser = torch.optim.Adam([weight], lr=1e-4)
+        for step in noise:
+            weight.grad = (drift + step).to(master)
+            optimiser.step()
+        kept[word] = weight
+        before = save(tmp_path / f"{word}-before", {"norm.weight": torch.ones(768, dtype=stored)})
+        after = save(tmp_path / f"{word}-after", {"norm.weight": weight.to(stored)})
+        kept[f"{word}, counted"] = report_of(before, after, rank=False)["total"]["changed"]["equality"]
+    # No step of Adam is longer than 3.2 times its rate, which is far below half the gap under 1, 2⁻⁹.
+    assert kept["bfloat16, counted"] == 0 and bool((kept["bfloat16"] == 1).all())
+    # The copy shows what has gone past half a gap: 2⁻⁹ down, 2⁻⁸ up; on the edge the even neighbour is 1 itself.
+    shown = int(((kept["float32"] < 1 - 2**-9) | (kept["float32"] > 1 + 2**-8)).sum())
+    assert kept["copy, counted"] == shown and 100 < shown < 700
+    assert kept["float32, counted"] == 768
+
+
 @pytest.mark.parametrize("dtype", ["BF16", "F8_E4M3", "F8_E5M2"])
 def test_the_least_visible_step_is_where_rounding_begins_to_show_it(dtype):
     """Every number of the format, one step just below and one just above the threshold, both ways."""

@@ -310,9 +310,12 @@ def test_files_of_torch_save_run_no_code(tmp_path, capsys):
     assert "text.bin is damaged or no file of torch.save" in refusal(tmp_path / "text.bin")
     torch.save([1, 2], tmp_path / "list.bin")
     assert "list.bin holds no tensors by name" in refusal(tmp_path / "list.bin")
-    torch.save(tensors(), tmp_path / "good.bin")
-    with pytest.raises(ValueError, match=r"good.bin: the bytes of 'model.norm.weight'.*safetensors first"):
-        open_checkpoint(tmp_path / "good.bin").raw("model.norm.weight")
+    state = tensors() | {"turned": torch.arange(6, dtype=torch.int16).view(2, 3).T}
+    torch.save(state, tmp_path / "good.bin")
+    found = open_checkpoint(tmp_path / "good.bin")
+    assert found.raw("turned") == bytes((0, 0, 3, 0, 1, 0, 4, 0, 2, 0, 5, 0)) and found.raw("turned").readonly
+    norm = state["model.norm.weight"]
+    assert found.raw("model.norm.weight") == norm.view(torch.uint8).numpy().tobytes()
 
 
 def test_broken_folders_are_refused_with_a_way_out(tmp_path):

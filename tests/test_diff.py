@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jsonschema
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from ceilings import cli
 from ceilings.checkpoints import open_checkpoint
 from ceilings.console import Terminal
+from ceilings.diff_report import schema
 from toys import save_toy
 
 STEP = 3e-4
@@ -68,7 +70,9 @@ def refusal(capsys, *arguments):
 def numbers(*arguments):
     assert diff(*arguments, "--json", "d.json") == 0
     with open("d.json", encoding="utf-8") as file:
-        return json.load(file)
+        found = json.load(file)
+    jsonschema.validate(found, schema())  # every report of these tests follows the schema
+    return found
 
 
 def test_table_verdict_and_numbers(here, capsys):
@@ -113,6 +117,50 @@ def test_the_page_opens_offline_and_shows_its_pictures(here, capsys):
     assert (
         "model.layers.1.mlp.up_proj.weight" in page and "lm_head.weight is model.embed_tokens.weight" in page
     )
+
+
+# Objects of the report that are tables by name, whose entries are free.
+TABLES = """formats tied compared_in integers cuts energy_curve versions energy_share top_energy top_error
+random_top_energy""".split()
+
+
+def fixed_objects(node, key=""):
+    """Every object of a report whose fields are fixed."""
+    if isinstance(node, dict):
+        if key not in TABLES:
+            yield node
+        for name, value in node.items():
+            yield from fixed_objects(value, name)
+    elif isinstance(node, list):
+        for value in node:
+            yield from fixed_objects(value)
+
+
+def test_a_number_too_many_or_too_few_is_against_the_schema(here):
+    found = numbers("base", "tuned1", "tuned2")
+    validator = jsonschema.Draft202012Validator(schema())
+    tuned = found["tuned"][0]
+    # One tensor with singular values, one without: the rest is alike.
+    chosen = {type(entry["spectrum"]): entry for entry in tuned["tensors"]}
+    assert set(chosen) == {dict, type(None)}
+    tuned |= {"tensors": list(chosen.values()), "by_magnitude": tuned["by_magnitude"][-1:]}
+    tuned |= {"kinds": tuned["kinds"][:1], "layers": tuned["layers"][:1], "compared_in": {"BF16": 4240}}
+    del found["tuned"][1:]
+    validator.validate(found)
+    seen = set()
+    for holder in fixed_objects(found):
+        if frozenset(holder) in seen:
+            continue
+        seen.add(frozenset(holder))
+        holder["more"] = 1
+        assert not validator.is_valid(found), holder
+        del holder["more"]
+        for key in list(holder):
+            value = holder.pop(key)
+            assert key in ("exact", "matrices") or not validator.is_valid(found), key
+            holder[key] = value
+    assert len(seen) > 12
+    validator.validate(found)
 
 
 def test_nothing_changed(here, capsys):

@@ -1,11 +1,13 @@
 """`ceilings.patch`: the result is the fine-tune to the last bit, the size is what entropy allows, damage is seen."""
 
+import base64
 import math
 import os
 import signal
 import subprocess
 import sys
 import tracemalloc
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +19,16 @@ from ceilings import patch as patches
 from ceilings import patch_coding, patch_file
 from ceilings.patch import apply_patch, inspect_patch, make_patch
 from ceilings.patch_bytes import Reader, number
-from ceilings.patch_coding import changes, code_changes, decode_changes, entropy_bits, new_words
+from ceilings.patch_coding import (
+    WHOLE,
+    changes,
+    code_changes,
+    code_stretch,
+    decode_changes,
+    entropy_bits,
+    new_words,
+)
+from ceilings.patch_merge import merge_patches
 from patch_files import WIDTHS, Tensor, bf16, load, save, size
 
 RNG = np.random.default_rng
@@ -130,6 +141,90 @@ def test_coded_changes_come_back(width, size, density, near, seed) -> None:
     assert np.array_equal(result, new)
 
 
+@st.composite
+def stretches(draw):
+    """Numbers before and after: of any width, constant, periodic, of few kinds, moved a little, or anything."""
+    width = draw(st.sampled_from([1, 2, 4, 8]))
+    size = draw(st.sampled_from([1, 2, 50, 400, 3000]))
+    rng, kind = RNG(draw(st.integers(0, 2**32))), np.dtype(f"<u{width}")
+
+    def words(way: str, before: np.ndarray) -> np.ndarray:
+        anything = np.frombuffer(rng.bytes(size * width), kind)
+        if way == "constant":
+            return np.full(size, anything[0])
+        if way == "periodic":
+            return np.resize(anything[: 1 + size // 7], size)
+        if way == "few":
+            return rng.choice(anything[: 1 + size % 5], size)
+        if way == "near":
+            return before + (rng.random(size) < rng.random()).astype(kind)
+        return anything
+
+    ways = st.sampled_from(["constant", "periodic", "few", "near", "anything"])
+    old = words(draw(ways), np.zeros(size, kind))
+    return old, words(draw(ways), old)
+
+
+@settings(max_examples=200, deadline=None)
+@given(case=stretches())
+def test_a_stretch_never_takes_more_than_its_numbers_compressed(case) -> None:
+    old, new = case
+    coded = code_stretch(old, new)
+    assert coded.changed == int((old != new).sum())
+    data = coded.positions + coded.values + coded.whole
+    again = decode_changes(Reader(data), len(old), old.dtype.itemsize)
+    assert (again.mode == WHOLE) == bool(coded.whole)
+    result = old.copy()
+    result[again.positions] = new_words(again, old)
+    assert np.array_equal(result, new)
+    # Each place of the numbers by itself, as zlib would have it; the codec takes 6 bytes a place more at most, gives up
+    # 2 % for speed, and says how many numbers there are and their check sum.
+    places = new.view(np.uint8).reshape(len(new), -1).T
+    packed = sum(min(len(p), *(len(_deflated(p.tobytes(), way)) for way in (0, 2))) for p in places)
+    assert coded.alone <= 1.03 * packed + 6 * len(places)
+    assert len(data) <= coded.alone + 3 + 4
+    changed_only = sum(map(len, code_changes(changes(old, new), len(old))))
+    assert len(data) <= changed_only
+
+
+def _deflated(data: bytes, strategy: int) -> bytes:
+    """Raw DEFLATE; strategy 2 looks for no repetitions."""
+    codec = zlib.compressobj(6, zlib.DEFLATED, -15, 9, strategy)
+    return codec.compress(data) + codec.flush()
+
+
+def test_a_fine_tune_that_is_constant_costs_next_to_nothing(tmp_path) -> None:
+    old = bf16(RNG(9).standard_normal(2**16))
+    made = _made(tmp_path, {"w": ("BF16", (2**16,), old)}, {"w": ("BF16", (2**16,), bytes(2**17))})
+    assert made.changed == 2**16 - int((np.frombuffer(old, "<u2") == 0).sum())  # counted all the same
+    assert made.position_bytes == made.value_bytes == 0
+    assert made.stored_bytes < 20
+    apply_patch(tmp_path / "base.safetensors", tmp_path / "patch.safetensors", tmp_path / "out.safetensors")
+    assert load(tmp_path / "out.safetensors")["w"][2] == bytes(2**17)
+
+
+@FEW
+@given(pair=pairs(), chunk=st.sampled_from([3, 2**22]))
+def test_a_patch_is_never_larger_than_the_result_compressed_and_a_table(pair, chunk, tmp_path) -> None:
+    base, (tuned,) = pair
+    save(tmp_path / "base.safetensors", base)
+    save(tmp_path / "tuned.safetensors", tuned)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(patches, "CHUNK", chunk)
+        made = make_patch(*(tmp_path / f"{n}.safetensors" for n in ("base", "tuned", "patch")))
+    coded = made.position_bytes + made.value_bytes + made.stored_bytes
+    numbers = sum(len(raw) for _, _, raw in tuned.values())
+    stretches = sum(
+        -(-len(raw) // (chunk * made.manifest.tuned[n].what.width)) for n, (_, _, raw) in tuned.items()
+    )
+    assert coded <= made.manifest.compressed + 7 * (stretches + len(tuned))
+    raw = (tmp_path / "patch.safetensors").read_bytes()
+    assert (
+        made.size == len(raw) == 8 + int.from_bytes(raw[:8], "little") + coded
+    )  # the table, and what is coded
+    assert made.manifest.compressed <= numbers + 6 * 8 * (stretches + len(tuned))
+
+
 @pytest.mark.parametrize("value", [0, 1, 127, 128, 300, 2**40 + 3])
 def test_numbers_come_back(value) -> None:
     assert Reader(number(value)).number() == value
@@ -204,8 +299,11 @@ def test_a_tensor_that_changed_everywhere_costs_no_more_than_the_tensor_alone(tm
     old, new = (bf16(0.02 * RNG(k).standard_normal(2**16)) for k in range(2))
     made = _made(tmp_path, {"w": ("BF16", (256, 256), old)}, {"w": ("BF16", (256, 256), new)})
     assert made.size < len(new)
-    # The two estimates of one size: coded now, and foretold from frequencies.
-    assert made.value_bytes + made.position_bytes == pytest.approx(made.manifest.compressed, rel=0.03)
+    # The size of the result by itself, coded and foretold from the frequencies of its bytes.
+    coded = made.value_bytes + made.position_bytes + made.stored_bytes
+    shares = [np.bincount(np.frombuffer(new, np.uint8)[k::2], minlength=256) / 2**16 for k in range(2)]
+    foretold = -sum(float((p[p > 0] * np.log2(p[p > 0])).sum()) for p in shares) * 2**16 / 8
+    assert coded - 8 <= made.manifest.compressed == pytest.approx(foretold, rel=0.03)
 
 
 def test_bytes_are_accounted_for(tmp_path) -> None:
@@ -265,6 +363,81 @@ def test_a_file_of_the_library_comes_back_as_a_whole(tmp_path) -> None:
     make_patch(*(tmp_path / f"{n}.safetensors" for n in ("base", "tuned", "patch")))
     apply_patch(*(tmp_path / f"{n}.safetensors" for n in ("base", "patch", "out")))
     assert (tmp_path / "out.safetensors").read_bytes() == (tmp_path / "tuned.safetensors").read_bytes()
+
+
+# Written by the first version of the format: what changed, new rows, a new tensor, one that is gone.
+VERSION_1 = (
+    "c-oCq%TC)s6b%6k1*u}mrV{e9ve3LAS)neFy6l2g5~X)uA%Zv&HboVR`UU-ss$bGg_f<cqckIFjsOqs~&G?>k?mctw@9jbN+?TW2"
+    "GPV$)h1ske-IqQtt{3&ZDM#h~q`X?xVN#AJkH@ELX#M4+tS05Bc+)IaHU6f!bI`<DSj=P7b^yZ|XwZZ>=Bx@t1{pPYMs=c062lFN"
+    "+z~2?rb!D=h|z>;qLOx?qU|IyDY9WAap_{1wX3UGH>Y=TF~7_*<4O7MoGOeRQ$i{=MGSxm!o?Vwj9dy6JPAT1<v~GE7Kw9Iy}DWU"
+    "1m~P(Jj<t6MPSJTvq38Xidhedu|%{7NJ914`KpdR_QG`1oh<c06qZVY<k}kNy$p_9W+@{oNQ7=Mti7#c=u4{OUC;7fiA*!C>f7t<"
+    "iu_$v<%9$!Oe&*{3uqi695fAFB;mL*ApccNe_EM}RkWfUDbYqkgH4=)^DI#S%{;SAM-*{FrquKOhuO3@``O3}EAH~As4Mb2DK(|s"
+    "ctN}tl0kC8i9{8*MoSf}eX!@D7kh^iRselFt?`os{A#(riA~d)h&pUjR*%g&Yc2uZ!qydmdzJ7)6sO)q6||sSCvBp1OnVwV#~f+G"
+    "oET>uyki7=#3`bL0~$~(-%lQh(0*P=q`WYwgaUaprdWO14b3X0Cbl>(<6QDI<1p)&f#N9;o#G@TpK<d=B5t1&aU20V-E2-yib1he"
+    "42$hzr`RouVsDuD-8%gC_WbDRjsN)J*I6+b3<n3pANyy6pWk19IsSS)815AN2gh66yL+z={{S!tEJF"
+)  # fmt: skip
+
+
+def test_patches_of_the_first_version_still_apply(tmp_path) -> None:
+    old = (np.arange(600) * 7919 % 65521).astype("<u2")
+    new = old.copy()
+    new[::41] += 1
+    new[5] = 0x7FC1
+    base = {"embed_tokens.weight": ("BF16", (100, 6), old.tobytes()), "norm": ("F32", (2,), bytes(8))}
+    rows = new.tobytes() + bytes(range(12))
+    tuned = {"embed_tokens.weight": ("BF16", (101, 6), rows), "norm": ("F32", (2,), b"\1" * 8)}
+    tuned |= {"new": ("I64", (), bytes(range(8)))}
+    save(tmp_path / "base.safetensors", base | {"gone": ("U8", (1,), b"x")})
+    (tmp_path / "patch").write_bytes(zlib.decompress(base64.b85decode(VERSION_1)))
+    apply_patch(tmp_path / "base.safetensors", tmp_path / "patch", tmp_path / "out.safetensors")
+    assert load(tmp_path / "out.safetensors") == tuned
+    save(tmp_path / "tuned.safetensors", tuned)
+    again = make_patch(*(tmp_path / n for n in ("base.safetensors", "tuned.safetensors", "again")))
+    first = inspect_patch(tmp_path / "patch")
+    assert (first.manifest.version, again.manifest.version) == (1, 2)
+    assert (first.changed, first.removed) == (again.changed, again.removed) == (18, ["gone"])
+    merge_patches(
+        tmp_path / "patch", tmp_path / "again", tmp_path / "both", base=tmp_path / "base.safetensors"
+    )
+    apply_patch(tmp_path / "base.safetensors", tmp_path / "both", tmp_path / "out.safetensors")
+    assert load(tmp_path / "out.safetensors") == tuned
+
+
+def test_files_of_torch_save_are_as_good_as_safetensors(tmp_path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    def weights(step: float) -> dict[str, torch.Tensor]:
+        draw = torch.Generator().manual_seed(0)
+        found = {"embed_tokens.weight": torch.randn(6, 4, generator=draw, dtype=torch.bfloat16) + step}
+        found |= {"turned": torch.randn(3, 5, generator=draw, dtype=torch.float64).T, "n": torch.tensor(7)}
+        return found | {"z": torch.randn(3, generator=draw, dtype=torch.complex64), "f": torch.tensor([True])}
+
+    for name, step in (("base", 0.0), ("tuned", 0.5)):
+        plain = {k: v.contiguous() for k, v in weights(step).items()}
+        save_file(plain, tmp_path / f"{name}.safetensors", {"format": "pt"})
+        state = weights(step)
+        state["lm_head.weight"] = state["embed_tokens.weight"]  # one storage, two names
+        (tmp_path / name).mkdir()
+        torch.save(state, tmp_path / name / "pytorch_model.bin")
+    wanted = load(tmp_path / "tuned.safetensors")
+    for k, (base, tuned) in enumerate(
+        (b, t) for b in ("base", "base.safetensors") for t in ("tuned/pytorch_model.bin", "tuned.safetensors")
+    ):
+        made = make_patch(tmp_path / base, tmp_path / tuned, tmp_path / "patch")
+        assert made.touched == ["embed_tokens.weight"]
+        # The formats hold the same bytes: a base in either is the base.
+        for again in ("base", "base.safetensors"):
+            apply_patch(tmp_path / again, tmp_path / "patch", tmp_path / f"{k}.safetensors")
+            assert load(tmp_path / f"{k}.safetensors") == wanted
+    apply_patch(tmp_path / "base", tmp_path / "patch", tmp_path / "out.safetensors")
+    make_patch(tmp_path / "base", tmp_path / "tuned", tmp_path / "patch")
+    apply_patch(tmp_path / "base", tmp_path / "patch", tmp_path / "out.safetensors")
+    from ceilings.checkpoints import open_checkpoint
+
+    found = open_checkpoint(tmp_path / "out.safetensors")
+    assert found.metadata == {"format": "pt", "lm_head.weight": "embed_tokens.weight"}
+    assert torch.equal(found.tensor("lm_head.weight"), weights(0.5)["embed_tokens.weight"])
 
 
 # ---- what is refused
@@ -349,20 +522,23 @@ def test_every_truncation_is_seen(three) -> None:
         (lambda: make_patch("base.safetensors", "tuned.safetensors", "."), "is a folder: give the name of a file"),
         (lambda: make_patch("base.safetensors", "tuned.safetensors", "no/p"), "no folder 'no' to write p in"),
         (lambda: make_patch("base.safetensors", "tuned.safetensors", "base.safetensors"), "give OUT another name"),
-        (lambda: make_patch("base.safetensors", "old.bin", "p"), "old.bin is a pytorch checkpoint, .* save it as"),
+        (lambda: make_patch("base.safetensors", "small.gguf", "p"), "small.gguf is a GGUF file, .* save the de-quan"),
+        (lambda: make_patch("base.safetensors", "adapter", "p"), "adapter is a PEFT adapter and no .*: .* merge it"),
+        (lambda: make_patch("base.safetensors", "code.bin", "p"), "code.bin is damaged or no file of torch.save"),
         (lambda: apply_patch("base.safetensors", "none", "o"), "there is no patch 'none'"),
         (lambda: apply_patch("base.safetensors", "tuned.safetensors", "o"), "is a safetensors file but no patch"),
-        (lambda: apply_patch("base.safetensors", "future.safetensors", "o"), "has the version 99, and 1 is known here"),
+        (lambda: apply_patch("base.safetensors", "future.safetensors", "o"), "version 99, and 1 and 2 are known here"),
         (lambda: apply_patch("base.safetensors", "moments.safetensors", "o"), "it holds something else"),
         (lambda: apply_patch("base.safetensors", "patch.safetensors", "patch.safetensors"), "give OUT another name"),
         (lambda: inspect_patch("base.safetensors"), "is a safetensors file but no patch"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_done_is_said_in_one_sentence(three, call, message) -> None:
-    import torch
-
     save(three / "alien.safetensors", {"x": ("U8", (1,), b"1")})
-    torch.save({"w": torch.ones(2)}, three / "old.bin")
+    (three / "small.gguf").write_bytes(b"GGUF")
+    (three / "code.bin").write_bytes(b"hello")
+    (three / "adapter").mkdir()
+    (three / "adapter" / "adapter_config.json").write_text("{}")
     for name, said in (
         ("future", '{"kind": "ceilings.patch", "version": 99}'),
         ("moments", '{"kind": "ceilings.x"}'),

@@ -83,7 +83,7 @@ def test_inspect_names_what_came_and_went(here, capsys):
     save(here / "maths.safetensors", tuned | {"extra": ("F32", (2,), b"12345678")})
     make()
     said = capsys.readouterr().out
-    assert "new rows and tensors" in said
+    assert "stored whole" in said
     assert "1 tensors of the base are not in the result" in said
     run("inspect", "maths.patch")
     said = capsys.readouterr().out

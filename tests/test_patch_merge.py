@@ -48,10 +48,13 @@ def same_shapes(draw):
     base = {name: (dtype, (10, 6), rng.bytes(60 * width)) for name in "abc"}
     near = draw(st.booleans())
     sides = []
-    for density in draw(st.tuples(*[st.sampled_from([0, 0.02, 0.3, 1])] * 2)):
+    for density in draw(st.tuples(*[st.sampled_from([0, 0.02, 0.3, 1, "flat"])] * 2)):
         tuned = {}
         for name, (_, shape, raw) in base.items():
             words = np.frombuffer(raw, f"<u{width}").copy()
+            if density == "flat":  # stored whole
+                tuned[name] = (dtype, shape, np.full_like(words, words[rng.integers(3)]).tobytes())
+                continue
             moved = rng.random(60) < density * rng.random()
             words[moved] += rng.integers(1, 3 if near else 2 ** (8 * width - 1), moved.sum()).astype(
                 words.dtype
@@ -125,6 +128,25 @@ def test_a_patch_merged_with_itself_is_that_patch(tmp_path) -> None:
     assert (merged.both, merged.conflicts) == (10 + 100, ())
     assert inspect_patch(one).manifest.tuned == merged.patch.manifest.tuned
     assert _applied(tmp_path) == tuned
+
+
+def test_what_both_make_the_same_needs_no_base_even_if_it_is_stored_whole(tmp_path) -> None:
+    base = {n: ("BF16", (400,), bf16(RNG(4).standard_normal(400))) for n in "ab"}
+    flat = {"a": ("BF16", (400,), bytes(800))}
+    other = ("BF16", (400,), bf16(RNG(5).standard_normal(400)))
+    merged = merge_patches(
+        *_patches(tmp_path, base, base | flat, flat | {"b": other}), tmp_path / "out.safetensors"
+    )
+    assert (merged.both, merged.conflicts) == (400, ())
+    assert _applied(tmp_path) == flat | {"b": other}
+    patches = _patches(tmp_path, base, base | flat, base | {"a": other})
+    with pytest.raises(ValueError, match="store 'a' in different ways, .* give --base BASE"):
+        merge_patches(*patches, tmp_path / "out.safetensors", prefer="first")
+    merged = merge_patches(
+        *patches, tmp_path / "out.safetensors", prefer="first", base=tmp_path / "base.safetensors"
+    )
+    assert merged.patch.size < 1200 and merged.patch.changed == 400  # still whole
+    assert _applied(tmp_path) == base | flat
 
 
 def test_order_does_not_matter_without_conflicts(tmp_path) -> None:

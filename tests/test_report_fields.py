@@ -1,18 +1,24 @@
-"""The page of ``report.json`` is what the schema says, and the schema says something about every field."""
+"""The pages of the reports are what the schemas say, and the schemas say something about every field."""
+
+import re
 
 import pytest
 
 import report_fields
-from ceilings.report import schema
-from report_fields import fields, inner, kind, page, resolved
+from ceilings import diff_report, report
+from report_fields import PAGES, inner, kind, page, resolved
 
-WHOLE = schema()
+SCHEMAS = {"report.md": report.schema(), "diff_report.md": diff_report.schema()}
+each_page = pytest.mark.parametrize("name", SCHEMAS)
 
 
-def every_field(node=WHOLE, path=""):
-    for name, found in fields(node, WHOLE):
-        yield f"{path}{name}", found
-        yield from every_field({"properties": dict(inner(found, WHOLE))}, f"{path}{name}.")
+def described(node, path=""):
+    """Every field of a raw schema and of its definitions, not through the generator."""
+    if isinstance(node, dict):
+        for name, found in node.get("properties", {}).items():
+            yield f"{path}.{name}", found
+        for key, value in node.items():
+            yield from described(value, f"{path}.{key}")
 
 
 def required(node):
@@ -26,18 +32,30 @@ def required(node):
             yield from required(value)
 
 
-def test_page_is_what_the_schema_says():
-    assert report_fields.TARGET.read_text(encoding="utf-8") == page(), "run: make report"
+def test_each_schema_has_its_page():
+    assert {name: schema() for name, (_, schema) in PAGES.items()} == SCHEMAS
 
 
-def test_every_field_is_described():
+@each_page
+def test_page_is_what_the_schema_says(name):
+    assert (report_fields.FOLDER / name).read_text(encoding="utf-8") == page(name), "run: make report"
+
+
+@each_page
+def test_every_field_is_described(name):
+    whole = SCHEMAS[name]
     bare = [
-        path for path, node in every_field() if not resolved(node, WHOLE).get("description", "").endswith(".")
+        path
+        for path, node in described(whole)
+        if not resolved(node, whole).get("description", "").endswith(".")
     ]
     assert bare == []
 
 
-def test_no_report_may_hold_a_field_that_is_not_described():
+@each_page
+def test_no_report_may_hold_a_field_that_is_not_described(name):
+    whole = SCHEMAS[name]
+
     def lax(node, path=""):
         if isinstance(node, list):
             node = dict(enumerate(node))
@@ -46,22 +64,33 @@ def test_no_report_may_hold_a_field_that_is_not_described():
         closed = {"additionalProperties", "unevaluatedProperties"} & {
             k for k, v in node.items() if v is False
         }
-        if ("properties" in node or "$ref" in node and "properties" in resolved(node, WHOLE)) and not closed:
+        if ("properties" in node or "$ref" in node and "properties" in resolved(node, whole)) and not closed:
             yield path
         for key, value in node.items():
             # What a field is put together from is closed where it is put together.
             yield from () if key in ("$defs", "allOf") else lax(value, f"{path}/{key}")
 
-    assert WHOLE["additionalProperties"] is False and list(lax(WHOLE)) == []
+    assert whole["additionalProperties"] is False and list(lax(whole)) == []
 
 
-def test_every_required_field_is_on_the_page():
-    text = page()
+@each_page
+def test_every_required_field_is_on_the_page(name):
+    text = page(name)
     assert [
-        name
-        for name in sorted(set(required(WHOLE)))
-        if f"`{name}` — " not in text and f"## `{name}`" not in text
+        field
+        for field in sorted(set(required(SCHEMAS[name])))
+        if f"`{field}` — " not in text
+        and f"## `{field}`" not in text
+        and not field.isdigit()
+        and "." not in field
     ] == []
+
+
+def test_every_link_to_a_section_leads_to_one():
+    text = page("diff_report.md")
+    linked = set(re.findall(r"\]\(#([a-z-]+)\)", text))
+    assert len(linked) > 10
+    assert linked == set(re.findall(r"^\(([a-z-]+)\)=$", text, flags=re.MULTILINE))
 
 
 @pytest.mark.parametrize(
@@ -76,6 +105,10 @@ def test_every_required_field_is_on_the_page():
         (
             {"anyOf": [{"type": "null"}, {"type": "array", "items": {"type": "integer"}}]},
             "list of integers or null",
+        ),
+        (
+            {"type": "object", "title": "a cut", "additionalProperties": False},
+            "object: [a cut](#field-a-cut)",
         ),
         ({"$ref": "#/$defs/share"}, "number from 0 to 1"),
         ({"type": "array", "items": {"$ref": "#/$defs/share"}}, "list of numbers from 0 to 1"),
@@ -94,12 +127,13 @@ def test_fields_of_definitions_are_found_where_they_are_used():
 
 
 def test_options_of_the_command_are_set_as_code():
-    assert "`--next-token`" in page()
+    assert "`--next-token`" in page("report.md") and "`--no-rank`" in page("diff_report.md")
 
 
-def test_command_tells_when_the_page_is_stale(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(report_fields, "TARGET", tmp_path / "report.md")
+def test_command_tells_which_page_is_stale(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(report_fields, "FOLDER", tmp_path)
     (tmp_path / "report.md").write_text("an older page", encoding="utf-8")
+    (tmp_path / "diff_report.md").write_text(page("diff_report.md"), encoding="utf-8")
     monkeypatch.setattr("sys.argv", ["report_fields.py", "check"])
     assert report_fields.main() == 1
-    assert "make report" in capsys.readouterr().out
+    assert capsys.readouterr().out.startswith("report.md: not what the schema says; run: make report")

@@ -1,9 +1,10 @@
-"""The page of ``report.json``: every field, from the schema that the tests hold reports to.
+"""The pages of ``report.json`` and of the numbers of ``ceilings diff``: every field, from the schemas.
 
-    python tools/report_fields.py build    write book/tool/report.md
-    python tools/report_fields.py check    is it what the schema says?
+    python tools/report_fields.py build    write book/tool/report.md and book/tool/diff_report.md
+    python tools/report_fields.py check    are they what the schemas say?
 
-Nothing is written here by hand but the introduction; a field is explained where it is defined, in the schema.
+Nothing is written here by hand but the introductions; a field is explained where it is defined, in the schema that the
+tests hold reports to.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ceilings.report import schema
+from ceilings import diff_report, report
 
-__all__ = ["fields", "page"]
+__all__ = ["FOLDER", "PAGES", "fields", "page"]
 
 ROOT = Path(__file__).resolve().parents[1]
-TARGET = ROOT / "book" / "tool" / "report.md"
+FOLDER = ROOT / "book" / "tool"
 
-HEAD = """# The report, field by field
+REPORT = """# The report, field by field
 
 `ceilings measure … --out DIR` writes all its numbers to `DIR/report.json`. [The manual](measure.ipynb) says how to
 read them; this page is the reference, made from the schema that the library carries: `from ceilings.report import
@@ -37,6 +38,18 @@ Three words recur. *In-sample* numbers use each response twice, to suggest and t
 numbers dealt out anew. R is the reward, $\\sigma(R)$ its standard deviation, F the diagonal Fisher information;
 units and shapes are those of [the notation](../notation.md).
 """
+DIFF = """# The numbers of `ceilings diff`, field by field
+
+`ceilings diff BASE TUNED --json FILE` writes all its numbers to one file. [The manual](diff.ipynb) says how to read
+them; this page is the reference, made from the schema that the library carries: `from ceilings.diff_report import
+schema`. It describes version {version} of the layout. A field that changes its meaning or goes away makes a new
+version; one that is added does not.
+
+The change is $\\tau = \\theta' - \\theta$, from the base to the fine-tune as they are stored, both rounded to one
+number format. It spans the whole training and not a step of it. The *squared change* is $\\|\\tau\\|^2$.
+"""
+#: Introduction and schema of each page, by the name of its file.
+PAGES = {"report.md": (REPORT, report.schema), "diff_report.md": (DIFF, diff_report.schema)}
 TYPES = {
     "number": "number",
     "integer": "integer",
@@ -70,6 +83,8 @@ def kind(node: Mapping[str, Any], whole: Mapping[str, Any]) -> str:
     if "anyOf" in node:
         found = [kind(part, whole) for part in node["anyOf"]]
         return " or ".join(sorted(found, key=lambda text: text == "null"))
+    if "title" in node:
+        return f"object: [{node['title']}](#{anchor(node['title'])})"
     if "allOf" in node:
         return "object"
     types = node["type"] if isinstance(node["type"], list) else [node["type"]]
@@ -80,6 +95,11 @@ def kind(node: Mapping[str, Any], whole: Mapping[str, Any]) -> str:
     if types == ["object"] and isinstance(node.get("additionalProperties"), dict):
         return f"{kind(node['additionalProperties'], whole)}, by name"
     return " or ".join(TYPES[name] for name in types)
+
+
+def anchor(title: str) -> str:
+    """Label of the section of that title."""
+    return "field-" + title.replace(" ", "-")
 
 
 def plural(one: str) -> str:
@@ -103,33 +123,49 @@ def inner(node: Mapping[str, Any], whole: Mapping[str, Any]) -> list[tuple[str, 
     return list(fields(resolved(node.get("items", node), whole), whole))
 
 
-def page() -> str:
-    """The text of the page."""
+def page(name: str) -> str:
+    """The text of a page."""
+    head, schema = PAGES[name]
     whole = schema()
-    parts = [HEAD.format(version=whole["properties"]["version"]["const"])]
-    plain = [(name, node) for name, node in fields(whole, whole) if not inner(node, whole)]
+    parts = [head.format(version=whole["properties"]["version"]["const"])]
+    titled = {key: node for key, node in whole["$defs"].items() if "title" in node}
+
+    def alone(node: Mapping[str, Any]) -> bool:
+        """Whether all that a field holds is said in its own entry, or in a section that the entry leads to."""
+        shown = resolved(node, whole)
+        return (
+            not inner(node, whole) or "title" in shown or "title" in resolved(shown.get("items", {}), whole)
+        )
+
+    plain = [(field, node) for field, node in fields(whole, whole) if alone(node)]
     parts.append("## Single fields\n")
-    parts += [entry(name, node, whole) for name, node in plain]
-    for name, node in fields(whole, whole):
-        within = inner(node, whole)
-        if within:
-            parts.append(f"## `{name}`\n\n{kind(node, whole).capitalize()}. {meaning(node, whole)}\n")
-            parts += [entry(field, found, whole) for field, found in within]
+    parts += [entry(field, node, whole) for field, node in plain]
+    for field, node in fields(whole, whole):
+        if not alone(node):
+            parts.append(f"## `{field}`\n\n{kind(node, whole).capitalize()}. {meaning(node, whole)}\n")
+            parts += [entry(within, found, whole) for within, found in inner(node, whole)]
+    for node in titled.values():
+        parts.append(
+            f"({anchor(node['title'])})=\n## {node['title'].capitalize()}\n\n{meaning(node, whole)}\n"
+        )
+        parts += [entry(within, found, whole) for within, found in inner(node, whole)]
     return "\n".join(parts)
 
 
 def main() -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(description="Write the page of report.json.")
+    parser = argparse.ArgumentParser(description="Write the pages of the reports.")
     parser.add_argument("command", choices=["build", "check"])
-    if parser.parse_args().command == "build":
-        TARGET.write_text(page(), encoding="utf-8")
-        print(f"{TARGET.relative_to(ROOT)} written")
-        return 0
-    if TARGET.read_text(encoding="utf-8") != page():
-        print("book/tool/report.md is not what report_schema.json says; run: make report")
-        return 1
-    return 0
+    command, stale = parser.parse_args().command, []
+    for name in PAGES:
+        if command == "build":
+            (FOLDER / name).write_text(page(name), encoding="utf-8")
+            print(f"{name} written")
+        elif (FOLDER / name).read_text(encoding="utf-8") != page(name):
+            stale.append(name)
+    if stale:
+        print(f"{', '.join(stale)}: not what the schema says; run: make report")
+    return int(bool(stale))
 
 
 if __name__ == "__main__":

@@ -5,8 +5,6 @@ The change of a matrix is scaling · B A. Kinds of adapters whose change is some
 
 from __future__ import annotations
 
-import json
-import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,16 +13,14 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from ceilings.adapter_settings import PREFIX, read_settings, scaling, unknown_settings
 from ceilings.checkpoints import Checkpoint, open_checkpoint
 from ceilings.safetensors_file import TensorInfo
 
 __all__ = ["Adapter", "open_adapter"]
 
 _WEIGHTS: Final = ("adapter_model.safetensors", "adapter_model.bin")
-_PREFIX: Final = "base_model.model."
 _PARTS: Final = re.compile(r"^(.*)\.lora_(embedding_)?([AB])(?:\.weight)?$")
-# Initialisations that change the base: the stored A and B are a difference from a base that is not on disk.
-_CHANGES_BASE: Final = ("pissa", "olora", "corda", "loftq")
 _BLOCK: Final = 2**20
 
 
@@ -88,9 +84,7 @@ class Adapter:
             That of the base; where the adapter changes it, float32.
         """
         name = self.ties.get(name, name)
-        found = self.base.info(name)
-        if name in self._whole:
-            return self._weights.info(self._whole[name])
+        found = self._weights.info(self._whole[name]) if name in self._whole else self.base.info(name)
         return found._replace(dtype="F32", file=self.files[0]) if name in self._places else found
 
     def tensor(self, name: str) -> Tensor:
@@ -107,9 +101,8 @@ class Adapter:
             float32 where the adapter changes it, with sums in float64; otherwise that of the base.
         """
         name = self.ties.get(name, name)
-        if name in self._whole:
-            return self._weights.tensor(self._whole[name])
-        base = self.base.tensor(name)
+        whole = self._whole.get(name)
+        base = self.base.tensor(name) if whole is None else self._weights.tensor(whole)
         if name not in self._places:
             return base
         first, second = (self._weights.tensor(self._places[name][part]).double() for part in "AB")
@@ -146,79 +139,90 @@ def open_adapter(path: Path, base: Checkpoint) -> Adapter:
     ValueError
         If it is a kind that is not supported, does not fit the base, or is damaged.
     """
-    config = _config(path / "adapter_config.json")
+    config = read_settings(path / "adapter_config.json")
     file = next((path / name for name in _WEIGHTS if (path / name).is_file()), None)
     if file is None:
         raise ValueError(f"{path} holds no {_WEIGHTS[0]}: copy the adapter's weights there")
     weights = open_checkpoint(file)
-    places: dict[str, dict[str, str]] = {}
-    whole: dict[str, str] = {}
-    for stored in weights.names:
-        found = _PARTS.match(stored)
-        if found is None:
-            whole[_target(stored.replace(".modules_to_save.", "."), "", base, file, stored)] = stored
-            continue
-        module, embedding, part = found.groups()
-        place = places.setdefault(_target(module, ".weight", base, file, stored), {})
-        place[part] = stored
-        if embedding:
-            place["embedding"] = stored
+    places, modules, whole, shared = _places(weights, base, file)
     turned = bool(config.get("fan_in_fan_out"))
     scalings, ranks = {}, {}
     for name, place in places.items():
-        ranks[name] = _rank(name, place, weights, base, turned, file)
-        scalings[name] = _scaling(name, ranks[name], config)
-    trained_on = config.get("base_model_name_or_path")
-    notes = (
-        f"TUNED is an adapter of {len(places)} matrices of rank {_range(ranks)}, merged in memory one tensor at a "
-        f"time; it says that it was trained on {trained_on!r}, and its change is meaningful on just those weights",
-    )
+        where = weights.info(whole[name]) if name in whole else base.info(name)
+        ranks[name] = _rank(name, place, weights, where, turned)
+        scalings[name] = scaling(modules[name], ranks[name], config)
+    notes = (_summary(config, ranks), *shared, *unknown_settings(path / "adapter_config.json", config))
     return Adapter(path, base, notes, scalings, ranks, weights, places, whole, turned)
 
 
-def _config(path: Path) -> dict[str, Any]:
-    """Settings of an adapter, refused where its change is not scaling · B A."""
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-        kind = config.get("peft_type")
-    except (ValueError, AttributeError) as error:
-        raise ValueError(f"{path} is not JSON ({error}): copy it again") from error
-    merge = "merge it into the base with PEFT and compare the merged model"
-    if kind != "LORA":
-        raise ValueError(f"{path}: adapters of the kind {kind!r} are not supported, only LORA: {merge}")
-    for key, what in (
-        ("use_dora", "DoRA, which rescales rows too"),
-        ("lora_bias", "a LoRA with biases"),
-        ("layer_replication", "a LoRA on replicated layers"),
-        ("target_parameters", "a LoRA on parameters outside of linear layers"),
-        ("alora_invocation_tokens", "an activated LoRA, which changes the weights for some tokens only"),
-        ("trainable_token_indices", "a LoRA with trained tokens"),
-    ):
-        if config.get(key):
-            raise ValueError(f"{path}: this is {what}, which is not supported: {merge}")
-    start = config.get("init_lora_weights")
-    if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
-        raise ValueError(f"{path}: the adapter began as {start!r}, which changes the base as well: {merge}")
-    return config
+def _places(
+    weights: Checkpoint, base: Checkpoint, file: Path
+) -> tuple[dict[str, dict[str, str]], dict[str, str], dict[str, str], list[str]]:
+    """Parts of B A and their module, and whole tensors, by name in the base; and what ties make of them."""
+    places: dict[str, dict[str, str]] = {}
+    modules: dict[str, str] = {}
+    whole: dict[str, str] = {}
+    shared: dict[str, str] = {}
+    for stored in weights.names:
+        found = _PARTS.match(stored)
+        module, embedding, part = found.groups() if found else (stored, None, "")
+        for wrapper in (".modules_to_save.", ".base_layer."):
+            module = module.replace(wrapper, ".")
+        name, asked = _target(module, ".weight" if found else "", base, file, stored)
+        if name != asked:
+            shared[name] = asked
+        if found is None:
+            if name in whole:
+                raise ValueError(_two_for_one(file, whole[name], stored, name, base))
+            whole[name] = stored
+            continue
+        place = places.setdefault(name, {})
+        if part in place or modules.setdefault(name, module) != module:
+            raise ValueError(_two_for_one(file, modules[name], module, name, base))
+        place[part] = stored
+        if embedding:
+            place["embedding"] = stored
+    notes = [
+        f"the adapter changes {asked}, which BASE ties to {name}: it is counted on the one matrix that both share, as "
+        "a merge would store it; unmerged it changes the one use only"
+        for name, asked in shared.items()
+    ]
+    return places, modules, whole, notes
 
 
-def _target(module: str, ending: str, base: Checkpoint, file: Path, stored: str) -> str:
-    """Name in the base of what a part of an adapter belongs to."""
-    name = module.removeprefix(_PREFIX) + ending
+def _two_for_one(file: Path, first: str, second: str, name: str, base: Checkpoint) -> str:
+    """Complaint about two changes of a matrix that the base has once."""
+    return (
+        f"{file}: {first!r} and {second!r} both change {name!r}, which the base {base.path} ties: merge the adapter "
+        "into an untied base with PEFT and compare the merged model"
+    )
+
+
+def _summary(config: dict[str, Any], ranks: dict[str, int]) -> str:
+    """What the adapter is, in words."""
+    return (
+        f"TUNED is an adapter of {len(ranks)} matrices of rank {_range(ranks)}, merged in memory one tensor at a "
+        f"time; it says that it was trained on {config.get('base_model_name_or_path')!r}, and its change is meaningful "
+        "on just those weights"
+    )
+
+
+def _target(module: str, ending: str, base: Checkpoint, file: Path, stored: str) -> tuple[str, str]:
+    """Name in the base of what a part of an adapter belongs to, and the name that the adapter has for it."""
+    name = module.removeprefix(PREFIX) + ending
     for candidate in (name, name.removeprefix("model.")):
         kept = base.ties.get(candidate, candidate)
         if kept in base.names:
-            return kept
+            return kept, candidate
     raise ValueError(
         f"{file}: {stored!r} belongs to {name!r}, which the base {base.path} does not have: give the base that the "
         "adapter was trained on"
     )
 
 
-def _rank(
-    name: str, place: dict[str, str], weights: Checkpoint, base: Checkpoint, turned: bool, file: Path
-) -> int:
-    """Rank of a pair of matrices, if it fits the base."""
+def _rank(name: str, place: dict[str, str], weights: Checkpoint, where: TensorInfo, turned: bool) -> int:
+    """Rank of a pair of matrices, if it fits what it is added to."""
+    file = weights.files[0]
     if not {"A", "B"} <= set(place):
         raise ValueError(f"{file}: {name!r} has only one of the two matrices A and B: save the adapter again")
     first, second = (weights.info(place[part]).shape for part in "AB")
@@ -229,22 +233,12 @@ def _rank(
     made = (second[0], first[1])
     if turned or "embedding" in place:
         made = made[::-1]
-    if first[0] != second[1] or made != base.info(name).shape:
+    if first[0] != second[1] or made != where.shape:
         raise ValueError(
-            f"{file}: B A of {name!r} has the shape {list(second)} × {list(first)} and the base {base.path} "
-            f"{list(base.info(name).shape)}: give the base that the adapter was trained on"
+            f"{file}: B A of {name!r} has the shape {list(second)} × {list(first)} and the matrix in {where.file} "
+            f"{list(where.shape)}: give the base that the adapter was trained on"
         )
     return first[0]
-
-
-def _scaling(name: str, rank: int, config: dict[str, Any]) -> float:
-    """Factor in front of B A."""
-    module = name.removesuffix(".weight")
-    patterns = config.get("alpha_pattern") or {}
-    # The first pattern that the end of the module's name matches.
-    key = next((k for k in patterns if re.match(rf"(.*\.)?({k})$", module)), None)
-    alpha = float(patterns[key] if key is not None else config.get("lora_alpha", 8))
-    return alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
 
 
 def _range(ranks: dict[str, int]) -> str:

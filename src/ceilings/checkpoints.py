@@ -17,7 +17,7 @@ from typing import Any, Final, Literal, Protocol
 import torch
 from torch import Tensor
 
-from ceilings.pytorch_file import PytorchFile
+from ceilings.pytorch_file import ENDINGS, PytorchFile
 from ceilings.safetensors_file import SafetensorsFile, TensorInfo
 from ceilings.ties import find_ties
 
@@ -29,7 +29,6 @@ _WHOLE: Final = (
     "pytorch_model.bin.index.json",
     "pytorch_model.bin",
 )
-_PYTORCH: Final = (".bin", ".pt", ".pth", ".ckpt")
 _ADAPTER: Final = "adapter_config.json"
 _BLOCK: Final = 2**24
 _PACKED: Final = (".qweight", ".qzeros", ".absmax", ".quant_map", ".weight_packed", ".weight_scale_inv")
@@ -154,12 +153,12 @@ class Checkpoint:
         Returns
         -------
         memoryview
-            A view of the file; it cannot be written to.
+            A view of the file where the format allows that; it cannot be written to.
 
         Raises
         ------
         ValueError
-            If there is no such tensor, or the files are not safetensors.
+            If there is no such tensor, or the file is a GGUF file.
         """
         self.info(name)
         name = self.ties.get(name, name)
@@ -273,7 +272,7 @@ def _kind(file: Path) -> Literal["safetensors", "pytorch", "gguf"]:
         return "safetensors"
     if ending == ".gguf":
         return "gguf"
-    if ending in _PYTORCH:
+    if ending in ENDINGS:
         return "pytorch"
     raise ValueError(
         f"{file} has the ending {ending!r}, which says no format: give .safetensors, .bin, .pt, .pth or .gguf"

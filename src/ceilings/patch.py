@@ -11,19 +11,8 @@ import os
 from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 
-import numpy as np
-
-from ceilings.patch_bytes import Reader, byte_entropy
-from ceilings.patch_coding import (
-    CHUNK,
-    changes,
-    code_changes,
-    code_words,
-    decode_changes,
-    decode_words,
-    new_words,
-    words_of,
-)
+from ceilings.patch_bytes import Reader
+from ceilings.patch_coding import CHUNK, code_stretch, decode_changes, new_words
 from ceilings.patch_file import (
     PatchWriter,
     Source,
@@ -42,6 +31,7 @@ from ceilings.patch_manifest import (
     end_digest,
     pieces,
 )
+from ceilings.patch_numbers import Words, code_words, decode_words, words_of
 from ceilings.patch_summary import PatchSummary
 from ceilings.safetensors_file import BITS, SafetensorsFile
 from ceilings.ties import head_and_embedding
@@ -62,7 +52,7 @@ def make_patch(
     Parameters
     ----------
     base, tuned
-        Safetensors files or folders.
+        Files of safetensors or ``torch.save``, or folders of them.
     out
         The patch; written whole or not at all.
     progress
@@ -91,13 +81,13 @@ def make_patch(
         found[name] = (what, digest_of(what, old.raw(name)))
         progress(len(found), len(old.tensors) + len(described))
     entries: dict[str, Tuned] = {}
-    compressed = 0.0
+    compressed = 0
     with PatchWriter(out) as writer:
         for name in in_order(list(described), described):
-            entries[name] = _make_tensor(name, old, new, found, writer)
-            compressed += _packed(new.raw(name), described[name].width)
+            entries[name], alone = _make_tensor(name, old, new, found, writer)
+            compressed += alone
             progress(len(found) + len(entries), len(found) + len(described))
-        writer.write(Manifest(found, entries, new.metadata, round(compressed)))
+        writer.write(Manifest(found, entries, new.metadata, compressed))
     return inspect_patch(out)
 
 
@@ -112,7 +102,7 @@ def apply_patch(
     Parameters
     ----------
     base
-        The safetensors file or folder that the patch was made against.
+        What the patch was made against, in either format: the bytes of its tensors count.
     patch
         The patch.
     out
@@ -168,25 +158,29 @@ def inspect_patch(path: str | os.PathLike[str]) -> PatchSummary:
 
 def _make_tensor(
     name: str, old: Source, new: Source, found: dict[str, tuple[Described, str]], writer: PatchWriter
-) -> Tuned:
-    """Code one tensor behind the others; how the patch gives it."""
+) -> tuple[Tuned, int]:
+    """Code one tensor behind the others; how the patch gives it, and the bytes that it takes by itself."""
     what, raw = new.tensors[name][0], new.raw(name)
     digest, origin = digest_of(what, raw), _origin(name, what, old, new)
     common = 0 if origin is None else _common(old.tensors[origin][0], what)
     if origin is not None and found[origin] == (what, digest):
-        return Tuned(what, origin, common, 0, 0, 0, 0, digest)
-    changed = positions = values = 0
+        kept = Tuned(what, origin, common, 0, 0, 0, 0, digest)
+        return kept, sum(len(code_words(words)) for words in _stretches(raw, what.width))
+    changed = positions = values = alone = 0
+    stored = writer.add(name, b"")  # an empty tensor has coded bytes too: none
     if origin is not None:
         sides = (_stretches(side[:common], what.width) for side in (old.raw(origin), raw))
         for before, after in zip(*sides, strict=True):
-            here = changes(words_of(before, what.width), words_of(after, what.width))
-            where, which = code_changes(here, len(before) // what.width)
-            changed += len(here.positions)
-            positions += writer.add(name, where)
-            values += writer.add(name, which)
-    rest = (code_words(words_of(piece, what.width)) for piece in _stretches(raw[common:], what.width))
-    stored = sum(writer.add(name, data) for data in (b"", *rest))
-    return Tuned(what, origin, common, changed, positions, values, stored, digest)
+            coded = code_stretch(before, after)
+            changed += coded.changed
+            positions += writer.add(name, coded.positions)
+            values += writer.add(name, coded.values)
+            stored += writer.add(name, coded.whole)
+            alone += coded.alone
+    for words in _stretches(raw[common:], what.width):
+        rest = writer.add(name, code_words(words))
+        stored, alone = stored + rest, alone + rest
+    return Tuned(what, origin, common, changed, positions, values, stored, digest), alone
 
 
 def _origin(name: str, what: Described, old: Source, new: Source) -> str | None:
@@ -214,18 +208,9 @@ def _common(start: Described, what: Described) -> int:
     return 0 if math.prod(rows) * BITS[what.dtype] % 8 else Described(what.dtype, rows).size
 
 
-def _stretches(data: memoryview, width: int) -> Iterable[memoryview]:
-    """Bytes of a tensor as they are coded: `CHUNK` numbers at once."""
-    return pieces(data, CHUNK * width)
-
-
-def _packed(data: memoryview, width: int) -> float:
-    """Bytes of a tensor by itself, each place of its numbers coded alone by its frequencies."""
-    total = 0.0
-    for piece in _stretches(data, width):
-        for plane in np.frombuffer(piece, np.uint8).reshape(-1, width).T:
-            total += byte_entropy(plane) / 8
-    return total
+def _stretches(data: memoryview, width: int) -> Iterable[Words]:
+    """Numbers of a tensor as they are coded: `CHUNK` of them at once."""
+    return (words_of(piece, width) for piece in pieces(data, CHUNK * width))
 
 
 def check_names(old: Source, manifest: Manifest, patch: Path) -> None:
@@ -301,7 +286,7 @@ def _apply_tensor(
     width, reader, digest = entry.what.width, Reader(file.raw(name)), begin_digest(entry.what)
     try:
         for before in _stretches(start, width):
-            words = words_of(before, width).copy()
+            words = before.copy()
             found = decode_changes(reader, len(words), width)
             words[found.positions] = new_words(found, words)
             digest.update(words.data)

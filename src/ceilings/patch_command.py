@@ -7,9 +7,9 @@ import json
 from typing import Any, Final, Protocol
 
 from ceilings.patch import apply_patch, inspect_patch, make_patch
-from ceilings.patch_manifest import VERSION
-from ceilings.patch_merge import Conflict, ConflictError, merge_patches
+from ceilings.patch_merge import ConflictError, merge_patches
 from ceilings.patch_summary import PatchSummary
+from ceilings.patch_union import Conflict
 
 __all__ = ["Console", "as_json", "patch", "table"]
 
@@ -79,7 +79,7 @@ def table(made: PatchSummary) -> list[str]:
         _line("values", made.value_bytes, value_bits),
     ]
     if made.stored_bytes:
-        lines.append(_line("new rows and tensors", made.stored_bytes))
+        lines.append(_line("stored whole", made.stored_bytes, "new rows, and where changes would take more"))
     if made.removed:
         lines.append(f"  {len(made.removed)} tensors of the base are not in the result")
     lines += [
@@ -120,7 +120,7 @@ def as_json(found: PatchSummary) -> dict[str, Any]:
     tuned = found.manifest.tuned
     return {
         "kind": "ceilings.patch",
-        "version": VERSION,
+        "version": found.manifest.version,
         "base_digest": found.manifest.base_digest,
         "bytes": found.size,
         "numbers": found.common,
@@ -176,7 +176,8 @@ def _conflicts(conflicts: tuple[Conflict, ...]) -> list[str]:
 def _inspected(found: PatchSummary) -> list[str]:
     """What ``inspect`` prints."""
     lines = [
-        f"base {found.manifest.base_digest[:16]}… of {len(found.manifest.base)} tensors, format {VERSION}"
+        f"base {found.manifest.base_digest[:16]}… of {len(found.manifest.base)} tensors, format "
+        f"{found.manifest.version}"
     ]
     lines += table(found)
     lines.append("tensors:")
@@ -201,6 +202,11 @@ def _applied(found: PatchSummary, out: str) -> str:
 def _shown(console: Console, what: str) -> Any:
     """Progress of tensors."""
     return lambda done, total: console.progress(what, done, total)
+
+
+def _how_packed(version: int) -> str:
+    """How the size of the compressed result is known."""
+    return "estimate: byte entropies" if version == 1 else "by the same codec"
 
 
 def _line(what: str, size: float, note: str = "") -> str:

@@ -11,11 +11,12 @@ from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import IO, Any, Final, Protocol
 
 from ceilings.checkpoints import open_checkpoint
 from ceilings.patch_manifest import Described, Manifest
-from ceilings.safetensors_file import BITS, SafetensorsFile
+from ceilings.pytorch_file import ENDINGS, PytorchFile
+from ceilings.safetensors_file import BITS, SafetensorsFile, TensorInfo
 
 __all__ = [
     "PatchWriter",
@@ -30,9 +31,31 @@ __all__ = [
 _PIECE: Final = 2**24
 
 
+class _File(Protocol):
+    """One file of a checkpoint, by the bytes of its tensors."""
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """Free text."""
+
+    @property
+    def ties(self) -> dict[str, str]:
+        """Other names of stored tensors."""
+
+    def infos(self) -> dict[str, TensorInfo]:
+        """What it holds."""
+
+    def raw(self, name: str) -> memoryview:
+        """Bytes of one tensor."""
+
+
 @dataclass(frozen=True)
 class Source:
-    """A safetensors checkpoint by its stored bytes.
+    """A checkpoint by its stored bytes.
 
     Parameters
     ----------
@@ -41,11 +64,11 @@ class Source:
     tensors
         Every stored tensor with its file, in the order of the files.
     metadata
-        Free text.
+        Free text; of files of ``torch.save`` the names that share a tensor, as `safetensors` writes them.
     """
 
     path: Path
-    tensors: dict[str, tuple[Described, SafetensorsFile]]
+    tensors: dict[str, tuple[Described, _File]]
     metadata: dict[str, str]
 
     def raw(self, name: str) -> memoryview:
@@ -59,7 +82,7 @@ class Source:
         Returns
         -------
         memoryview
-            A view of the file.
+            It cannot be written to.
         """
         return self.tensors[name][1].raw(name)
 
@@ -90,30 +113,33 @@ def open_source(path: str | os.PathLike[str]) -> Source:
     Parameters
     ----------
     path
-        A ``.safetensors`` file, or a Hugging Face folder or index of such files.
+        A ``.safetensors`` or ``torch.save`` file, or a Hugging Face folder or index of such files.
 
     Returns
     -------
     Source
-        The checkpoint; only headers were read.
+        The checkpoint; of safetensors files only headers were read.
 
     Raises
     ------
+    FileNotFoundError
+        If there is nothing at ``path``, or a shard is missing.
     ValueError
-        If it is no checkpoint, is damaged, or has another format than safetensors.
+        If it is no checkpoint, is damaged, or holds numbers that no safetensors file can hold as they are.
     """
     path = Path(path)
-    if path.is_file() and path.suffix.lower() == ".safetensors":
-        files = [SafetensorsFile.open(path)]
+    ending = path.suffix.lower()
+    if path.is_file() and ending in (".safetensors", *ENDINGS):
+        files = [_opened(path, ending == ".safetensors")]
         chosen = {name: path for name in files[0].infos()}
     else:
-        checkpoint = open_checkpoint(path)
-        if checkpoint.kind != "safetensors":
+        checkpoint = None if ending == ".gguf" and path.is_file() else open_checkpoint(path)
+        if checkpoint is None or checkpoint.kind == "gguf":
             raise ValueError(
-                f"{path} is a {checkpoint.kind} checkpoint, and a patch keeps the bytes of safetensors files: save it "
-                "as safetensors first"
+                f"{path} is a GGUF file, whose blocks hold several numbers together, and a patch is made of single "
+                "ones: save the de-quantised tensors that the trainer saw as safetensors, and give that file"
             )
-        files = [SafetensorsFile.open(file) for file in checkpoint.files]
+        files = [_opened(file, checkpoint.kind == "safetensors") for file in checkpoint.files]
         chosen = {n: file.path for file in files for n in file.infos()}
         chosen |= {n: checkpoint.info(n).file for n in checkpoint.names}
     tensors = {
@@ -122,7 +148,17 @@ def open_source(path: str | os.PathLike[str]) -> Source:
         for name, info in file.infos().items()
         if chosen[name] == file.path
     }
-    return Source(path, tensors, {k: v for file in files for k, v in file.metadata.items()})
+    return Source(path, tensors, {k: v for file in files for k, v in _free_text(file).items()})
+
+
+def _opened(path: Path, safe: bool) -> _File:
+    """One file of a checkpoint."""
+    return SafetensorsFile.open(path) if safe else PytorchFile.open(path)
+
+
+def _free_text(file: _File) -> dict[str, str]:
+    """Free text of a file; of one of ``torch.save``, what a loader of its tensors as safetensors has to know."""
+    return {"format": "pt", **file.ties} if isinstance(file, PytorchFile) else file.metadata
 
 
 def open_patch(path: str | os.PathLike[str]) -> tuple[Manifest, SafetensorsFile]:

@@ -22,8 +22,9 @@ __all__ = [
     "pieces",
 ]
 
-#: Written into each patch; a reader refuses what it does not know.
-VERSION: Final = 1
+#: Written into each patch; a reader refuses what it does not know. In version 1 no stretch was stored whole.
+VERSION: Final = 2
+_READABLE: Final = (1, 2)
 _KIND: Final = "ceilings.patch"
 _PIECE: Final = 2**24
 
@@ -67,7 +68,7 @@ class Tuned(NamedTuple):
     changed
         Numbers of these that changed.
     positions, values, stored
-        Bytes that positions, values and all the rest take in the patch.
+        Bytes that positions, values and what is stored whole take in the patch.
     digest
         Digest of the tensor; None where a merge made it and nobody has seen it yet.
     """
@@ -100,13 +101,17 @@ class Manifest:
     metadata
         Free text of the result's file.
     compressed
-        Bytes of the whole result compressed, estimated by byte entropies; None where nobody has seen the result.
+        Bytes of the whole result coded by itself, as a patch codes what the base does not have; None where nobody has
+        seen the result. Of a patch of version 1, an estimate by byte entropies.
+    version
+        Version of the format.
     """
 
     base: dict[str, tuple[Described, str]]
     tuned: dict[str, Tuned]
     metadata: dict[str, str]
     compressed: int | None
+    version: int = VERSION
 
     @property
     def base_digest(self) -> str:
@@ -119,7 +124,7 @@ class Manifest:
         return json.dumps(
             {
                 "kind": _KIND,
-                "version": VERSION,
+                "version": self.version,
                 "base_digest": self.base_digest,
                 "base": {n: [w.dtype, w.shape, digest] for n, (w, digest) in self.base.items()},
                 # What did not change is said in one word.
@@ -136,8 +141,9 @@ class Manifest:
         found = json.loads(text)
         if found["kind"] != _KIND:
             raise ValueError("it holds something else")
-        if found["version"] != VERSION:
-            raise ValueError(f"its format has the version {found['version']}, and {VERSION} is known here")
+        if found["version"] not in _READABLE:
+            known = " and ".join(map(str, _READABLE))
+            raise ValueError(f"its format has the version {found['version']}, and {known} are known here")
         base = {n: (Described(d, tuple(shape)), digest) for n, (d, shape, digest) in found["base"].items()}
         tuned = {
             n: Tuned(base[n][0], n, base[n][0].size, 0, 0, 0, 0, base[n][1])
@@ -145,8 +151,7 @@ class Manifest:
             else Tuned(Described(line[0], tuple(line[1])), *line[2:])
             for n, line in found["tuned"].items()
         }
-        manifest = cls(base, tuned, found["metadata"], found["compressed"])
-        return manifest
+        return cls(base, tuned, found["metadata"], found["compressed"], found["version"])
 
     def _plain(self, name: str, tuned: Tuned) -> bool:
         """Whether a tensor is that of the base under its own name."""

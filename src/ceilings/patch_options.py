@@ -23,7 +23,8 @@ examples:
   two fine-tunes of one base in one; where both change a number differently, the first decides
       ceilings patch merge maths.patch.safetensors code.patch.safetensors both.patch.safetensors --prefer first
 
-BASE and TUNED are safetensors files, or Hugging Face folders of them.
+BASE and TUNED are files of safetensors or torch.save (.bin, .pt), or Hugging Face folders of them; OUT of apply is a
+safetensors file. Of a GGUF file, save the de-quantised tensors as safetensors first.
 """
 _CODES: Final = """\
 exit codes:
@@ -40,7 +41,8 @@ _MAKE: Final = """\
 Write OUT, which turns BASE into TUNED, and say what it weighs beside TUNED itself, TUNED compressed, and adapters.
 
 A number counts as changed when any of its bits differ: −0 is not +0, and one NaN is not another. Rows that only TUNED
-has (a larger vocabulary) and tensors that only TUNED has are stored whole.
+has (a larger vocabulary), tensors that only TUNED has, and what takes less so than as changes are stored whole: OUT is
+never larger than TUNED compressed by the same codec, but for its table of names and digests.
 """
 _APPLY: Final = """\
 Write OUT, the checkpoint that PATCH makes of BASE, as one safetensors file. Every tensor of BASE is compared with the
@@ -80,7 +82,7 @@ def add_patch(commands: Any) -> None:
     merge = action("merge", _MERGE, "write one patch for two", "PATCH_1", "PATCH_2", "OUT")
     merge.add_argument("--prefer", choices=("first", "second"), help="which patch decides conflicts")
     merge.add_argument(
-        "--base", metavar="BASE", help="needed only where the two store a tensor in different ways"
+        "--base", metavar="BASE", help="needed only where the two store a tensor in different ways, or whole"
     )
 
 

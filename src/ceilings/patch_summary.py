@@ -71,7 +71,7 @@ class PatchSummary:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of rows and tensors that the base does not have."""
+        """Bytes of rows and tensors that the base does not have, and of stretches that are shorter whole."""
         return sum(t.stored for t in self.manifest.tuned.values())
 
     @property

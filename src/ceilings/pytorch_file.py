@@ -12,8 +12,10 @@ from torch import Tensor
 
 from ceilings.safetensors_file import TensorInfo, dtype_code
 
-__all__ = ["PytorchFile"]
+__all__ = ["ENDINGS", "PytorchFile"]
 
+#: Endings of the names of such files.
+ENDINGS: Final = (".bin", ".pt", ".pth", ".ckpt")
 _WRAPPERS: Final = ("state_dict", "model_state_dict", "model", "module")
 
 
@@ -108,22 +110,21 @@ class PytorchFile:
         return self.tensors[name].detach()
 
     def raw(self, name: str) -> memoryview:
-        """Refuse to hand out bytes.
+        """Bytes of a tensor as a safetensors file would hold them.
 
         Parameters
         ----------
         name
-            Name of a tensor.
+            Its name.
 
-        Raises
-        ------
-        ValueError
-            Always.
+        Returns
+        -------
+        memoryview
+            Little endian, row by row; it cannot be written to. A copy only where the file holds another order.
         """
-        raise ValueError(
-            f"{self.path}: the bytes of {name!r} cannot be handed on from a file of torch.save: save the checkpoint as "
-            "safetensors first"
-        )
+        flat = self.tensors[name].detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        stored: Any = flat.view(torch.uint8).numpy()
+        return memoryview(stored).toreadonly()
 
 
 def _load(path: Path) -> Any:
