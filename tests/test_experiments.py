@@ -82,7 +82,7 @@ def test_the_record_of_foreign_data_keeps_every_inequality_and_scales_a_mixture(
             assert_equal(
                 row["ceiling"], (row["chi_square"] * record.tensor("policy", "fisher")).sqrt(), rtol=1e-9
             )
-            assert_at_most(row["kl"], row["chi_square"].log1p())
+            assert_at_most(row["kl"], row["chi_square"].log1p(), slack=1e-9)  # equal for one text
     for level in ("0.001", "0.01", "0.1"):
         for name, power in (("norm", 1), ("ceiling", 1), ("nested", 1), ("chi_square", 2), ("top", 0)):
             part, whole = (record.tensor("mixture", w, "gradient", name) for w in (level, "1"))
