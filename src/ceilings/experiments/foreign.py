@@ -201,7 +201,8 @@ def _foreign(law: Enumeration, seed: int) -> Tensor:
     logits = torch.randn(size, size, generator=generator, dtype=torch.float64)
     step = (exact.FULL.teacher_scale * logits).log_softmax(-1)
     return torch.stack(
-        [sum(step[a, b] for a, b in zip(_PROMPT + y, y, strict=False)) for y in law.responses]
+        # NOTE sum() starts at 0, hence the type; no response is empty.
+        [sum(step[a, b] for a, b in zip(_PROMPT + y, y, strict=False)) for y in law.responses]  # type: ignore[misc]
     ).exp()
 
 
