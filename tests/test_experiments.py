@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ceilings.experiments
-from ceilings.experiments import forced, methods
+from ceilings.experiments import exact, forced, foreign, methods
 from ceilings.looseness import fisher_spectrum
 from ceilings.methods import METHODS
 from ceilings.prefix_tree import enumeration
@@ -64,6 +64,52 @@ def test_a_prompt_that_responses_repeat_costs_the_decoder_eight_directions():
     for prompt, rank in (((1,), 84 - 2 * 4), ((0,), 84)):
         law = enumeration(model, prompt, 3, 0)
         assert len(fisher_spectrum(law.scores, law.probs)) == rank
+
+
+@pytest.mark.claim("thm-supervised")
+def test_the_record_of_foreign_data_keeps_every_inequality_and_scales_a_mixture():
+    record = load("foreign", foreign.FULL)
+    for path in foreign.PATHS:
+        for level in record.values[path]:
+            row = {
+                name: record.tensor(path, level, "gradient", name)
+                for name in record.values[path][level]["gradient"]
+            }
+            assert_at_most(row["norm"], row["nested"])
+            assert_at_most(
+                row["nested"], row["ceiling"], slack=1e-9
+            )  # equal for a text of one token; stored rounded
+            assert_equal(
+                row["ceiling"], (row["chi_square"] * record.tensor("policy", "fisher")).sqrt(), rtol=1e-9
+            )
+            assert_at_most(row["kl"], row["chi_square"].log1p(), slack=1e-9)  # equal for one text
+    for level in ("0.001", "0.01", "0.1"):
+        for name, power in (("norm", 1), ("ceiling", 1), ("nested", 1), ("chi_square", 2), ("top", 0)):
+            part, whole = (record.tensor("mixture", w, "gradient", name) for w in (level, "1"))
+            assert_equal(part, float(level) ** power * whole, rtol=1e-6)
+
+
+def test_data_laws_are_what_their_names_say():
+    law = enumeration(foreign.policy(0), (0,), exact.CENTRE.max_len, 0)
+    laws = foreign.data_laws(law, foreign.FULL, 0)
+    for levels in laws.values():
+        for q in levels.values():
+            assert_equal(q.sum(), 1.0)
+    far = laws["mixture"]["1"]
+    assert_equal(laws["mixture"]["0.1"], 0.9 * law.probs + 0.1 * far)
+    assert_equal(laws["tempered"]["0.3"].log().diff(), (0.7 * law.probs.log() + 0.3 * far.log()).diff())
+    assert_equal(laws["sharpened"]["2"].log().diff(), 2 * far.log().diff())
+    for text in laws["text"].values():
+        assert sorted(text.tolist())[-2:] == [0.0, 1.0]
+    assert laws["text"]["0"].argmax() == law.probs.argmax()
+    assert laws["text"]["1"].argmax() == law.probs.argmin()
+    for share, q in laws["accepted"].items():
+        kept = q > 0
+        assert_equal(q[kept], law.probs[kept] / law.probs[kept].sum())
+        assert law.probs[kept].sum() >= float(share)  # and without its last response it would be less
+        ratio = far / law.probs
+        assert not bool(kept.all()) and ratio[kept].min() >= ratio[~kept].max()
+        assert law.probs[kept].sum() - law.probs[kept][ratio[kept].argmin()] < float(share)
 
 
 def test_every_method_beats_its_start_by_three_standard_errors_and_the_null_model_does_not():

@@ -688,6 +688,37 @@ BOOK = [
     ),
 ]
 
+OFF_POLICY = [
+    fault(
+        "a token ceiling without the mean of its signal taken out",
+        "src/ceilings/data_laws.py",
+        "signal_spread = prefix_mean(law, centred.square()).sqrt()",
+        "signal_spread = prefix_mean(law, signals.square()).sqrt()",
+        "tests/test_data_laws.py -k nested_ceiling",
+    ),
+    fault(
+        "a tempered law with its two ends exchanged",
+        "src/ceilings/data_laws.py",
+        "((1 - weight) * probs.log() + weight * data_probs.log())",
+        "(weight * probs.log() + (1 - weight) * data_probs.log())",
+        "tests/test_data_laws.py -k between_two_laws",
+    ),
+    fault(
+        "accepted answers that the foreign law favours least",
+        "src/ceilings/experiments/foreign.py",
+        "favoured = (foreign / pi).argsort(descending=True)",
+        "favoured = (foreign / pi).argsort()",
+        "tests/test_experiments.py -k data_laws_are",
+    ),
+    fault(
+        "supervised learning on batches of the policy's own answers instead of the data",
+        "src/ceilings/experiments/foreign.py",
+        "drawn = torch.multinomial(q,",
+        "drawn = torch.multinomial(_log_probs(start, ids, mask).detach().exp(),",
+        "tests/test_experiments.py -k 'slice and foreign'",
+    ),
+]
+
 CHECKPOINTS = [
     fault(
         "the sizes of changes squared in place before they are counted",
@@ -782,4 +813,4 @@ CHECKPOINTS = [
     ),
 ]
 
-FAULTS = [*LIBRARY, *CHECKPOINTS, *CHAPTERS, *CLAIMS, *RECORDS, *BOOK]
+FAULTS = [*LIBRARY, *OFF_POLICY, *CHECKPOINTS, *CHAPTERS, *CLAIMS, *RECORDS, *BOOK]
