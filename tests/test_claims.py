@@ -15,6 +15,7 @@ OWED = {
     "identity/ceiling": ["thm-ceiling", "thm-logits", "cor-bounded"],
     "identity/tokens": ["thm-tokens", "thm-nested", "thm-prompts"],
     "identity/assumptions": ["prop-assumptions"],
+    "off_policy/whose_average": ["thm-behaviour", "prop-other-loss", "thm-importance"],
     "looseness/forced": ["thm-joint", "thm-energy"],
     "choices/patch": ["prop-patch"],
 }
