@@ -144,8 +144,11 @@ def test_error_of_a_log_is_the_worst_over_all_laws_that_could_have_left_it(k):
     centre = sum(p * x for p, x in zip(π, φ, strict=True))
     wanted = sum(m * x for m, x in zip(μ[:k], φ[:k], strict=True)) + guess - centre
     bound = greedy_worst_case(rest, μ[k - 1], [φ[v] for v in tail], guess)
-    found, error = logged_score_mean(torch.arange(k), law(μ[:k]), law(π), law(φ)[:, None])
-    assert_equal(found, float(wanted), rtol=1e-13)
+    both = torch.stack(
+        [law(φ), -law(φ)], dim=1
+    )  # the worst case of one lies at the other end for its negative
+    found, error = logged_score_mean(torch.arange(k), law(μ[:k]), law(π), both)
+    assert_equal(found, law([wanted, -wanted]), rtol=1e-13)
     assert_equal(error, float(bound), rtol=1e-12, atol=1e-14)
     truth = sum(m * x for m, x in zip(μ, φ, strict=True)) - centre
     assert abs(wanted - truth) <= bound and (bound > 0) == (k < 5)
