@@ -214,6 +214,27 @@ LIBRARY = [
         "tests/test_training.py",
     ),
     fault(
+        "the extra term with the wrong sign of the baseline",
+        "src/ceilings/off_policy.py",
+        "return (behaviour_probs @ signals - baseline)",
+        "return (behaviour_probs @ signals + baseline)",
+        "tests/test_off_policy.py",
+    ),
+    fault(
+        "an unlogged token with more mass than a logged one",
+        "src/ceilings/off_policy.py",
+        "cap = (1 - logged_probs.sum()).clamp_min(0), logged_probs.min()",
+        "cap = (1 - logged_probs.sum()).clamp_min(0), logged_probs.max()",
+        "tests/test_off_policy.py -k log",
+    ),
+    fault(
+        "an importance weight that is not squared",
+        "src/ceilings/off_policy.py",
+        "(weights[:, None] * scores).square()",
+        "(weights[:, None].sqrt() * scores).square()",
+        "tests/test_off_policy.py",
+    ),
+    fault(
         "baseline left out",
         "src/ceilings/ceiling.py",
         "return (w * (rewards - w @ rewards)) @ (scores - w @ scores)",
