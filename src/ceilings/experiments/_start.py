@@ -42,8 +42,8 @@ class Shape:
 
     length: int = 2
     letters: int = 5
-    width: int = 24
-    depth: int = 2
+    width: int = 32
+    depth: int = 1
     heads: int = 4
     noise: float = 0.5
     pretrain_steps: int = 150

@@ -73,8 +73,8 @@ class Config:
     sizes: tuple[float, ...] = (1e-6, 1e-5, 1e-4, 3e-4, 1e-3, 3e-3)
     centre: float = 1e-4
     others: tuple[Rule, ...] = tuple(rule for rule in RULES if rule not in ("sgd", "adam"))
-    lengths: tuple[int, ...] = (15, 150)
-    steps: int = 50
+    lengths: tuple[int, ...] = (10, 120)
+    steps: int = 40
     draws: int = 20
     large_epsilon: float = 10.0
     shape: Shape = field(default_factory=Shape)
