@@ -487,6 +487,41 @@ LIBRARY = [
         "if groups is not None and weights is None else _centred(rewards, groups, weights)\n",
         "tests/test_accumulation.py -k straddle",
     ),
+    fault(
+        "a gap toward zero that is as wide as the one away from it",
+        "src/ceilings/storage.py",
+        "torch.where(narrow, gap / 4, gap / 2)",
+        "torch.where(narrow, gap / 2, gap / 2)",
+        "tests/test_storage.py -k every_finite",
+    ),
+    fault(
+        "ties that change the even weights",
+        "src/ceilings/storage.py",
+        "abs() % 2 == 1",
+        "abs() % 2 == 0",
+        "tests/test_storage.py -k direction_of_the_step",
+    ),
+    fault(
+        "a master that is no finer than its copy",
+        "src/ceilings/storage.py",
+        'torch.float32 if self.storage == "master" else self.dtype',
+        "self.dtype",
+        "tests/test_storage.py -k master",
+    ),
+    fault(
+        "a second moment whose batch counts every pair",
+        "src/ceilings/steps.py",
+        "(batch - 1) * gradient.square()",
+        "batch * gradient.square()",
+        "tests/test_steps.py -k over_all_batches",
+    ),
+    fault(
+        "ties at the cut of a top set that count as members",
+        "src/ceilings/tied_overlaps.py",
+        "above.long() * 2 + (sizes == cut).long()",
+        "(sizes >= cut).long() * 2",
+        "tests/test_tied_overlaps.py -k some_choice",
+    ),
 ]
 
 CHAPTERS = [
