@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from ceilings.ceiling import gradient_ceiling, reward_variance
+from ceilings.ceiling import gradient_ceiling, reward_variance, score_reward_covariance
 from ceilings.ceiling_change import ceiling_change, jackknife
 from ceilings.policies import AutoregressivePolicy
 from ceilings.testing import assert_equal
@@ -46,6 +46,31 @@ def test_the_parts_add_up_to_the_change_of_the_ceilings():
     states = [(reward_variance(rewards, law.probs).sqrt(), law.probs @ law.scores.square()) for law in laws]
     ceilings = [gradient_ceiling(law.scores, rewards, law.probs) for law in laws]
     assert_equal(ceiling_change(*states).total, (ceilings[1] / ceilings[0]).log())
+
+
+@pytest.mark.claim("prop-sharpening")
+@pytest.mark.parametrize("best", [1, 3])
+def test_what_failures_make_of_gradient_spread_and_fisher_information(best):
+    """Parts 1 and 2 on policies with shared parameters, the classes drawn at random."""
+    for seed in range(5):
+        generator = torch.Generator().manual_seed(seed)
+        policy = AutoregressivePolicy.random(3, 2, 5, generator, eos=0)
+        law = policy.enumerate(torch.randn(5, generator=generator, dtype=torch.float64))
+        short = 0.1 + torch.rand(len(law.probs), generator=generator, dtype=torch.float64)
+        right = torch.randperm(len(short), generator=generator)[:best]
+        short[right] = 0
+        failed, s = short > 0, law.scores
+        eps = law.probs[failed].sum()
+        q = law.probs[failed] / eps
+        gradient = score_reward_covariance(s, 7 - short, law.probs)
+        assert_equal(gradient, -eps * (q * short[failed]) @ s[failed])
+        variance = eps * (q @ short[failed].square() - eps * (q @ short[failed]).square())
+        assert_equal(reward_variance(7 - short, law.probs), variance)
+        fisher = law.probs @ s.square()
+        within = law.probs[right] @ s[right].square()
+        assert_equal(fisher, within + eps * q @ s[failed].square())
+        if best == 1:
+            assert_equal(fisher, eps * (q @ s[failed].square() + eps / (1 - eps) * (q @ s[failed]).square()))
 
 
 @pytest.mark.parametrize(
