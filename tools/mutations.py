@@ -410,6 +410,27 @@ LIBRARY = [
         "tests/test_panel.py -k divergence",
     ),
     fault(
+        "the whole change of a ceiling laid to the Fisher information twice over",
+        "src/ceilings/ceiling_change.py",
+        "(second.double().log() - first.double().log()) / 2",
+        "(second.double().log() - first.double().log())",
+        "tests/test_ceiling_change.py -k parts",
+    ),
+    fault(
+        "runs that train the weights that they are measured against",
+        "src/ceilings/experiments/sharpening.py",
+        "vector_to_parameters(weights.clone(),",
+        "vector_to_parameters(weights,",
+        "tests/test_experiments.py -k 'starts_from_the_same or run_that_it_says'",
+    ),
+    fault(
+        "a number that is right if it only begins right",
+        "src/ceilings/experiments/real_training.py",
+        "and not said[len(wanted) : len(wanted) + 1].isdigit()",
+        "and True",
+        "tests/test_experiments.py -k said_first",
+    ),
+    fault(
         "stale records left out of the plan",
         "tools/refresh.py",
         'if everything or states[name] != "fresh"',
