@@ -150,7 +150,16 @@ def load(options: MeasureOptions) -> tuple[nn.Module, Any]:
             f"there is no model {options.model!r}: give a local Hugging Face folder, a .gguf file, or {_BUILT_IN}"
         )
     dtype = getattr(torch, options.dtype)
-    model, tokenizer = load_pretrained(path, dtype=dtype, need_tokenizer=False)
+    try:
+        model, tokenizer = load_pretrained(path, dtype=dtype, need_tokenizer=False)
+    except (ValueError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        # NOTE a file cut short fails wherever its reader happens to be, and every reader has errors of its own.
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"{options.model!r} is not a readable causal language model ({reason}): copy it again, or use another"
+        ) from error
     module: nn.Module = model
     for name, parameter in module.named_parameters():
         if not bool(parameter.isfinite().all()):

