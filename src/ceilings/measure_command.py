@@ -137,6 +137,10 @@ def load(options: MeasureOptions) -> tuple[nn.Module, Any]:
     ------
     ValueError
         If the device cannot be used or the model not be read.
+    OSError
+        If its files cannot be read.
+    MemoryError
+        If there is no room for it.
     """
     try:
         device = torch.device(options.device)
