@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ceilings import gradient_forms as forms
-from ceilings import method_forms
-from ceilings.algorithms import ROWS, row_of, table
+from ceilings import losses, method_forms
+from ceilings.algorithms import ROWS, entries, row_of, table
 from ceilings.batches import enumerated_batch
 from ceilings.exact_updates import Case, Draw, batches, expected_update, random_case
 from ceilings.methods import METHODS
@@ -36,6 +36,18 @@ def test_the_table_has_the_thirteen_in_their_order():
 
 def test_the_table_is_one_line_a_method_with_nothing_left_out():
     fields = ("name", "sampled", "signal", "direction", "centred", "update", "ceiling", "voided")
+    listed = entries("what", "update", {"Ceiling": "ceiling", "Voided": "voided"}).splitlines()
+    assert (
+        listed[0] == "```{list-table}"
+        and listed[-1] == "```"
+        and sum("* - " in line for line in listed) == 14
+    )
+    for row in ROWS:
+        at = listed.index(f"* - {row.name}")
+        assert listed[at + 1] == f"  - {row.update}" and listed[at + 3] == f"    *Ceiling:* {row.ceiling}"
+        assert (
+            listed[at + 5] == f"    *Voided:* {row.voided}" and row.drawn == f"{row.name}, from {row.sampled}"
+        )
     lines = table({field: field for field in fields}).splitlines()
     assert len(lines) == 2 + 13
     for row, line in zip(ROWS, lines[2:], strict=True):
@@ -60,8 +72,69 @@ def test_no_covariance_exceeds_its_ceiling_and_the_words_say_which_are_not_one(n
     form = row.form(random_case(seed=2))
     assert_at_most(form.covariance.abs(), form.ceiling)
     left = float(form.remainder.norm() / form.update.norm())
-    partly = "not a covariance" in row.update or "clipped" in row.update
+    partly = "not a covariance" in row.update
     assert (left > 0.01) if partly else (left < 1e-12)
+    assert partly == (name in ("kto", "orpo")) == ("**" in row.centred)
+
+
+def written_out(case, epsilon):
+    """PPO in groups of two from its definition: the covariance at every prefix, the sum of its roofs, the mean of d."""
+    mu, pi, r = case.old, case.law, case.rewards
+    ratio = (pi.token_log_probs - mu.token_log_probs).exp()
+    signal = torch.zeros_like(ratio)
+    for y, z in itertools.product(range(len(mu.probs)), repeat=2):
+        advantage = float(r[y] - r[z]) / 2
+        for t in range(int(mu.lengths[y])):
+            moved = float(ratio[y, t]) - 1
+            clipped = moved > epsilon if advantage > 0 else moved < -epsilon
+            if not clipped:  # y is one of two
+                signal[y, t] += 2 * mu.probs[z] * advantage / (mu.lengths[y] + mu.lengths[z])
+    covariance = roof = drift = torch.zeros_like(case.theta)
+    for t in range(ratio.shape[1]):
+        for prefix in {y[:t] for y in mu.responses if len(y) > t}:
+            here = [k for k, y in enumerate(mu.responses) if len(y) > t and y[:t] == prefix]
+            mass = mu.probs[here].sum()
+            p, c, d = mu.probs[here] / mass, signal[here, t], ratio[here, t, None] * pi.token_scores[here, t]
+            drift = torch.maximum(drift, (p @ d).abs())
+            covariance = covariance + mass * (p @ (c[:, None] * d) - (p @ c) * (p @ d))
+            roof = roof + mass * ((p @ c.square() - (p @ c) ** 2) * (p @ d.square() - (p @ d) ** 2)).sqrt()
+    return covariance, roof, drift
+
+
+@pytest.mark.claim("prop-algorithms")
+@pytest.mark.parametrize("epsilon", [0.05, 0.2, 50.0])
+def test_the_clipped_update_is_a_covariance_of_the_signal_that_is_left(epsilon):
+    """By the loss, and without `token_form`: the clip takes no covariance away, it changes the signal."""
+
+    def loss(case, batch, draw):
+        signal = draw.rewards - draw.rewards.mean()
+        held = case.old.token_log_probs[draw.rows]
+        return losses.ppo_loss(batch.log_probs, batch.mask, signal, held, epsilon=epsilon)
+
+    for case in (PAIR, small_case(2)):
+        covariance, roof, drift = written_out(case, epsilon)
+        assert float(drift.max()) < 1e-12
+        assert_equal(expected_update(case, loss, batches(case, "behaviour")), covariance, rtol=1e-10)
+        assert_at_most(covariance.abs(), roof)
+        form = method_forms.ppo_form(case.old, case.law, case.rewards, 2, epsilon=epsilon)
+        assert_equal(form.covariance, covariance, rtol=1e-10)
+        assert_at_most(form.ceiling, roof)
+        free = method_forms.ppo_form(case.old, case.law, case.rewards, 2, epsilon=math.inf)
+        if epsilon == 50:
+            assert_equal(form.covariance, free.covariance, rtol=1e-14)
+        else:
+            assert_differs(form.covariance, free.covariance, by_at_least=0.01)
+
+
+@pytest.mark.claim("prop-algorithms")
+def test_under_the_law_of_the_policy_even_kto_is_a_covariance():
+    """Why the law is named: with the signal c μ/π every mean of a signal times the score is one."""
+    row, case = row_of("kto"), CASE
+    slope = 0.5 / 4 / (0.25 * (case.log_ratios - case.point)).cosh().square()
+    signal = torch.where(case.rewards >= 1, slope, -slope) * case.old.probs / case.law.probs
+    form = forms.response_form(case.law.probs, signal, case.law.scores)
+    assert_equal(form.covariance, row.form(case).update, rtol=1e-10)
+    assert_differs(row.form(case).covariance, row.form(case).update, by_at_least=0.01)
 
 
 @pytest.mark.claim("prop-algorithms")
@@ -71,6 +144,62 @@ def test_a_coin_for_a_reward_leaves_what_the_row_says(name):
     found = expected_update(PAIR, row.loss, batches(PAIR, row.source, row.count, coin=True))
     scale = float(row.form(PAIR).update.norm())
     assert (float(found.norm()) > 0.01 * scale) if row.blind else (float(found.norm()) < 1e-12 * scale)
+
+
+@pytest.mark.claim("prop-algorithms")
+def test_ceilings_that_the_table_gives_in_closed_form():
+    law, reward = CASE.law, CASE.rewards
+    fisher = law.probs @ law.scores.square()
+    spread = (law.probs @ reward.square() - (law.probs @ reward) ** 2).sqrt()
+    p = float(law.probs @ (reward >= 1).double())
+    distance = law.probs @ (CASE.teacher.probs / law.probs - 1).square()
+    words = {
+        "reinforce": 2 / 3 * spread,
+        "rloo": spread,
+        "dr_grpo": 2 / 9 * spread,
+        "rejection_sampling": ((1 - p) / p) ** 0.5,
+        "supervised": distance.sqrt(),
+    }
+    for name, factor in words.items():
+        assert_equal(row_of(name).form(CASE).ceiling, factor * fisher.sqrt(), rtol=1e-10)
+
+
+@pytest.mark.claim("prop-algorithms")
+def test_reinforce_with_a_fixed_baseline_is_the_covariance():
+    def loss(_, batch, draw):
+        return losses.reinforce_loss(batch.log_probs, batch.mask, draw.rewards - 0.7)
+
+    assert_equal(expected_update(PAIR, loss, batches(PAIR, "policy")), row_of("rloo").form(PAIR).update)
+
+
+@pytest.mark.claim("prop-algorithms")
+def test_a_token_that_the_sampler_leaves_out_is_missing_from_the_mean():
+    """After b the policy gives c, d and e a third each, the sampler c and d a half each; at the logit of e."""
+    answers = {"a": 0.5, "bc": 0.25, "bd": 0.25}
+    direction = (1 / 3) / (1 / 2) * (-1 / 3)  # of c and of d alike: no covariance
+    theta = torch.tensor(0.0, dtype=torch.float64, requires_grad=True)
+    second = (torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64) * theta).log_softmax(0)
+    total = by_hand = 0.0
+    for y, z in itertools.product(answers, repeat=2):
+        mask = torch.tensor([[True, len(x) == 2] for x in (y, z)])
+        logs = torch.stack(
+            [
+                torch.stack(
+                    [-math.log(2) + 0 * theta, second["cd".find(x[-1])] if len(x) == 2 else 0 * theta]
+                )
+                for x in (y, z)
+            ]
+        )
+        held = -math.log(2) * mask.double()
+        won = torch.tensor([float(x == "bd") for x in (y, z)], dtype=torch.float64)
+        loss = losses.ppo_loss(logs, mask, won - won.mean(), held, epsilon=0.5)
+        total = total + answers[y] * answers[z] * loss
+        signal = float(won[0] - won[1]) / 2 / (len(y) + len(z))
+        by_hand += 2 * answers[y] * answers[z] * signal * direction * (len(y) == 2)
+    (slope,) = torch.autograd.grad(total, theta)
+    assert -float(slope) == pytest.approx(by_hand, rel=1e-12) and by_hand == pytest.approx(
+        -1 / 108, rel=1e-12
+    )
 
 
 def test_reinforce_rloo_and_dr_grpo_follow_the_gradient_of_the_expected_reward():

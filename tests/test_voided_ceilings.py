@@ -36,9 +36,17 @@ def rows(logs, picked, lengths=None):
 
 @pytest.mark.claim("prop-voids")
 def test_a_second_step_on_the_same_batch():
-    found = of_two(lambda logs: losses.rloo_loss(*rows(logs, (0, 1)), vector(1.0, 0.0), [0, 0]), 0.75)
-    on_policy, as_sampled = 0.75 * 0.25, HALF * HALF
-    assert found == pytest.approx(0.5, rel=1e-12) and found > as_sampled > on_policy
+    def step(batch, p):
+        reward = vector(*[1.0 - y for y in batch])
+        return of_two(lambda logs: losses.rloo_loss(*rows(logs, batch), reward, [0, 0]), p)
+
+    first = second = roof = 0.0
+    for batch in itertools.product((0, 1), repeat=2):
+        reached = 0.75 if step(batch, HALF) > 0 else HALF
+        first, second = first + step(batch, HALF) / 4, second + step(batch, reached) / 4
+        roof += reached * (1 - reached) / 4  # σ_π(R) √F where the second step is taken
+    assert first == pytest.approx(1 / 4, rel=1e-12)  # on its roof
+    assert second == pytest.approx(1 / 4, rel=1e-12) and roof == pytest.approx(7 / 32, rel=1e-12)
 
 
 @pytest.mark.claim("prop-voids")
@@ -93,6 +101,10 @@ def test_the_clip_pushes_where_the_signal_is_a_constant(advantage):
 
     assert expected(0.2) == pytest.approx(-3 / 16, rel=1e-12)
     assert expected(0.6) == pytest.approx(0, abs=1e-15)
+    # The roof of what the clip has left of the signal: one of two equally likely responses, and r s = ±3/8.
+    left, direction = vector(advantage, 0.0), vector(3 / 8, -3 / 8)
+    roof = float(left.std(correction=0) * direction.std(correction=0))
+    assert abs(expected(0.2)) == pytest.approx(roof, rel=1e-12)
 
 
 @pytest.mark.claim("prop-voids")

@@ -186,6 +186,13 @@ LIBRARY = [
         "tests/test_gradient_forms.py -k 'form and ppo'",
     ),
     fault(
+        "a form of PPO that clips whatever the sign of the advantage",
+        "src/ceilings/method_forms.py",
+        "over & (advantages > 0)[:, :, None] | under & (advantages < 0)[:, :, None]",
+        "over | under",
+        "tests/test_gradient_forms.py -k clipped_update",
+    ),
+    fault(
         "a table that calls ORPO a covariance",
         "src/ceilings/algorithms.py",
         'update=r"**not a covariance**: two of them',

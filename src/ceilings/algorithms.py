@@ -19,7 +19,7 @@ from ceilings.batches import EnumeratedBatch, enumerated_batch
 from ceilings.exact_updates import Case, Draw, Loss
 from ceilings.gradient_forms import Form, response_form
 
-__all__ = ["ROWS", "Row", "row_of", "table"]
+__all__ = ["ROWS", "Row", "entries", "row_of", "table"]
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,11 @@ class Row:
     ceiling: str
     voided: str
     blind: str = ""
+
+    @property
+    def drawn(self) -> str:
+        """Its name and the law that its responses come from."""
+        return f"{self.name}, from {self.sampled}"
 
 
 def row_of(key: str) -> Row:
@@ -103,6 +108,31 @@ def table(columns: dict[str, str]) -> str:
         "| " + " | ".join(str(getattr(row, field)) for field in columns.values()) + " |" for row in ROWS
     ]
     return "\n".join(lines)
+
+
+def entries(heading: str, first: str, labelled: dict[str, str]) -> str:
+    """Two columns in MyST, the name and the rest on lines of their own: it fits a telephone.
+
+    Parameters
+    ----------
+    heading
+        Of the second column.
+    first
+        Field of `Row` on its first line.
+    labelled
+        Word before each further line, and the field of `Row` that follows it.
+
+    Returns
+    -------
+    str
+        One row a method.
+    """
+    lines = ["```{list-table}", ":header-rows: 1", "", "* - Loss", f"  - {heading}"]
+    for row in ROWS:
+        lines += [f"* - {row.name}", f"  - {getattr(row, first)}"]
+        for word, field in labelled.items():
+            lines += ["", f"    *{word}:* {getattr(row, field)}"]
+    return "\n".join([*lines, "```"])
 
 
 def _pairwise(batch: EnumeratedBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -200,7 +230,7 @@ ROWS: Final = (
         sampled=r"$\pi$",
         signal=r"$R - b$",
         direction="$s$",
-        centred=r"no need: $\E_\pi[s] = 0$",
+        centred="the score",
         update=r"$\Cov_\pi(R, s)$; times $\frac{N-1}{N}$ if $b$ is the batch's mean",
         ceiling=r"$\sigma(R)\sqrt{F_{ii}}$",
         voided="a second step on the batch; samples of another law without centring",
@@ -215,7 +245,7 @@ ROWS: Final = (
         sampled=r"$\pi$",
         signal="$R$ − mean of the others",
         direction="$s$",
-        centred="yes: weights add up to zero",
+        centred="the group",
         update=r"$\Cov_\pi(R, s)$ for every $G$",
         ceiling=r"$\sigma(R)\sqrt{F_{ii}}$",
         voided="a second step on the batch",
@@ -229,12 +259,12 @@ ROWS: Final = (
         lambda case: method_forms.grpo_form(case.law, case.rewards, case.size),
         sampled=r"$\pi$",
         signal=r"$(R - \bar R)/\hat\sigma$",
-        direction="$s/\\lvert y\\rvert$",
-        centred="yes: weights add up to zero",
+        direction=r"$s/\lvert y\rvert$",
+        centred="the group",
         update=r"$\Cov_\pi(a, s/\lvert y\rvert)$, $a = \E[A \mid y]$",
         ceiling=r"$\sqrt{\frac{G-1}{G} P_{\mathrm{nd}}\,\E[s_i^2/\lvert y\rvert^2]}$",
-        voided=r"$\sigma(R)\sqrt{F_{ii}}$ by $\hat\sigma$; the sum over tokens, and the sign of $\nabla\E[R]$, "
-        r"by $1/\lvert y\rvert$",
+        voided=r"dividing by the group's deviation voids $\sigma(R)\sqrt{F_{ii}}$; dividing by $\lvert y\rvert$ voids "
+        "the sum over tokens and may reverse the sign",
     ),
     Row(
         "dr_grpo",
@@ -246,10 +276,10 @@ ROWS: Final = (
         sampled=r"$\pi$",
         signal=r"$(R - \bar R)/L$",
         direction="$s$",
-        centred="yes: weights add up to zero",
+        centred="the group",
         update=r"$\frac{G-1}{GL}\Cov_\pi(R, s)$",
         ceiling=r"$\frac{G-1}{GL}\sigma(R)\sqrt{F_{ii}}$",
-        voided="a second step on the batch; the clip",
+        voided="a second step on the batch; a clip changes the signal",
     ),
     Row(
         "ppo",
@@ -259,13 +289,13 @@ ROWS: Final = (
         _ppo,
         lambda case: method_forms.ppo_form(case.old, case.law, case.rewards, case.size, epsilon=0.2),
         sampled=r"$\mu$",
-        signal=r"$(R - \bar R)/$tokens of the batch",
-        direction=r"$r_t s_t$, $r_t = \pi/\mu$",
-        centred=r"no need: $\E[r_t s_t \mid y_{<t}] = 0$",
-        update=r"$\sum_t \E_\mu \Cov(c_t, r_t s_t \mid y_{<t})$ less what is clipped",
-        ceiling=r"$\sum_t \E_\mu[\sigma(c_t)\,\sigma(r_t s_{t,i})]$, unclipped",
-        voided="the clip",
-        blind="the clip pulls towards μ",
+        signal=r"$(R - \bar R)/$tokens of the batch, 0 where clipped",
+        direction=r"$r_t s_t$",
+        centred="$r_t s_t$, at each prefix",
+        update=r"$\sum_t \E_\mu \Cov_\mu(\tilde c_t, r_t s_t \mid y_{<t})$",
+        ceiling=r"$\sum_t \E_\mu[\sigma(\tilde c_t)\,\sigma(r_t s_{t,i})]$",
+        voided=r"nothing; but the clip voids the ceiling of $c_t$, the signal before it was clipped",
+        blind="the clip's pull",
     ),
     Row(
         "dpo",
@@ -277,10 +307,10 @@ ROWS: Final = (
             case.old.probs, case.law.scores, case.log_ratios, case.rewards, beta=0.5
         ),
         sampled=r"pairs of $\mu$",
-        signal=r"win rate − leash, times $\beta/P$",
+        signal=r"wins − losses − leash, times $\beta/P$",
         direction="$s$",
-        centred="yes: weights add up to zero",
-        update=r"$\frac{\beta}{P}\Cov_\mu(\text{win rate} - \text{leash}, s)$",
+        centred="the pair",
+        update=r"$\Cov_\mu(c, s)$",
         ceiling=r"$\beta\sqrt{\E[w^2]}\sqrt{2F^\mu_{ii}/P}$",
         voided=r"leaving out $P$ where ties are dropped; $F$ of $\pi$ where $\mu \ne \pi$",
         blind="the leash",
@@ -302,12 +332,12 @@ ROWS: Final = (
             undesirable_weight=1.0,
         ),
         sampled=r"$\mu$",
-        signal=r"$\pm\lambda\beta\, v(1-v)$",
+        signal=r"$\pm\lambda\beta$ $v(1-v)$",
         direction="$s$",
-        centred="**no**",
+        centred="**nothing**",
         update=r"**not a covariance**: $\Cov_\mu(c, s) + \E_\mu[c]\,\E_\mu[s]$",
-        ceiling=r"of the first term, $\sigma_\mu(c)\,\sigma_\mu(s_i)$",
-        voided=r"one label more frequent; and a reference point that moves adds $\E[c]\,\nabla z$",
+        ceiling=r"$\sigma_\mu(c)\,\sigma_\mu(s_i)$, of the first term only",
+        voided=r"$\E_\mu[c] \ne 0$ where $\mu \ne \pi$; a reference point that moves adds $-\E_\mu[c]\,\nabla z$",
     ),
     Row(
         "orpo",
@@ -317,11 +347,11 @@ ROWS: Final = (
         _orpo,
         lambda case: method_forms.orpo_form(*_of_pairs(case), odds_weight=0.5),
         sampled=r"pairs of $\mu$",
-        signal=r"win rate; weight of the odds",
-        direction=r"$d = s/\lvert y\rvert$; $d/(1-\bar p)$",
-        centred="**not** the likelihood",
+        signal=r"wins − losses; weight of the odds; 1",
+        direction=r"$d = s/\lvert y\rvert$; $d/(1-\bar p)$; $d$",
+        centred="the pair, twice; the 1 by **nothing**",
         update=r"**not a covariance**: two of them, and $\frac12\E[d + d']$",
-        ceiling="of the two covariances, the sum of theirs",
+        ceiling="the sum of theirs, of the two covariances only",
         voided="the likelihood of the chosen, whatever is chosen",
         blind="the pair's likelihood",
     ),
@@ -335,7 +365,7 @@ ROWS: Final = (
         sampled=r"pairs of $\mu$",
         signal=r"$\frac{2\beta}{P}\E'[\varepsilon w]$",
         direction=r"$s/\lvert y\rvert$",
-        centred="yes: weights add up to zero",
+        centred="the pair",
         update=r"$\Cov_\mu(c, s/\lvert y\rvert)$",
         ceiling=r"$\sigma_\mu(c)\,\sigma_\mu(s_i/\lvert y\rvert)$",
         voided="nothing; but $w$ prefers even odds to the reward",
@@ -349,12 +379,12 @@ ROWS: Final = (
         _prime,
         lambda case: method_forms.prime_form(case.law, case.rewards, case.token_rewards, case.size),
         sampled=r"$\pi$",
-        signal="outcome and implicit rewards to go, less those of the others",
+        signal="outcome and rewards to go, less the others', over the batch's tokens",
         direction="$s_t$",
-        centred=r"no need: $\E[s_t \mid y_{<t}] = 0$",
+        centred="the score, at each prefix",
         update=r"$\sum_t \E \Cov(c_t, s_t \mid y_{<t})$",
         ceiling=r"$\sum_t \E[\sigma(c_t)\,\sigma(s_{t,i})]$",
-        voided=r"$\sigma(R)\sqrt{F_{ii}}$ by the learned reward; the clip",
+        voided=r"nothing; but the learned reward voids $\sigma(R)\sqrt{F_{ii}}$, and a clip changes the signal",
         blind="the learned reward",
     ),
     Row(
@@ -367,7 +397,7 @@ ROWS: Final = (
         sampled=r"$\pi$, successes kept",
         signal=r"$R/p$",
         direction="$s$",
-        centred=r"no need: $\E_\pi[s] = 0$",
+        centred="the score",
         update=r"$\Cov_\pi(R, s)/p$",
         ceiling=r"$\sqrt{(1-p)/p}\,\sqrt{F_{ii}}$",
         voided="keeping each distinct success once",
@@ -382,7 +412,7 @@ ROWS: Final = (
         sampled="$q$",
         signal=r"$q/\pi$",
         direction="$s$",
-        centred=r"no need: $\E_\pi[s] = 0$",
+        centred=r"the score, under $\pi$",
         update=r"$\Cov_\pi(q/\pi, s)$",
         ceiling=r"$\sqrt{\chi^2(q\Vert\pi)}\,\sqrt{F_{ii}}$",
         voided=r"nothing; for foreign text $\chi^2$ is huge",
@@ -398,10 +428,10 @@ ROWS: Final = (
         sampled=r"$\pi$",
         signal=r"$-\log(\pi/\pi_T)$ of the token",
         direction="$s_t$",
-        centred=r"no need: $\E[s_t \mid y_{<t}] = 0$",
+        centred="the score, at each prefix",
         update=r"$\sum_t \E \Cov(c_t, s_t \mid y_{<t})$",
         ceiling=r"$\sum_t \E[\sigma(c_t)\,\sigma(s_{t,i})]$",
-        voided=r"$\nabla\KL$ of whole responses by holding prefixes",
+        voided=r"nothing; but with prefixes held the update is not $-\nabla\KL$ of whole responses",
         blind="the teacher",
     ),
 )

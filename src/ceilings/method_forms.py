@@ -71,16 +71,21 @@ def ppo_form(
     size
         Responses a group; they are the batch.
     epsilon
-        Half-width of the clip.
+        Half-width of the clip; infinity for none.
 
     Returns
     -------
     Form
-        Covariance of the unclipped update, prefix by prefix; the remainder is what the clip takes away.
+        Covariance of the signal that is left with :math:`r_t s_t`, prefix by prefix, and its ceiling.
 
     Shapes
     ------
     rewards (Y,).
+
+    Notes
+    -----
+    Where the clip acts the surrogate of the token is constant in θ: its weight is zero. What is left of the signal sees
+    the ratio, but it is a number like any other, and :math:`r_t s_t` has mean zero at every prefix.
     """
     groups, mass = group_law(behaviour.probs, size)
     advantages = rewards[groups] - rewards[groups].mean(1, keepdim=True)
@@ -88,13 +93,10 @@ def ppo_form(
     ratio = (policy.token_log_probs - behaviour.token_log_probs).exp()
     taken = torch.arange(ratio.shape[1]) < behaviour.lengths[:, None]
     directions = (ratio * taken)[:, :, None] * policy.token_scores
-    signals = member_signals(behaviour.probs, groups, mass, value)[:, None].expand(ratio.shape)
     over, under = ratio[groups] > 1 + epsilon, ratio[groups] < 1 - epsilon
     clipped = over & (advantages > 0)[:, :, None] | under & (advantages < 0)[:, :, None]
-    lost = member_signals(behaviour.probs, groups, mass, value[:, :, None] * clipped)
-    free = token_form(behaviour, signals, directions)
-    cut = torch.einsum("y,yt,ytd->d", behaviour.probs, lost, directions)
-    return Form(free.covariance, free.remainder - cut, free.ceiling)
+    signals = member_signals(behaviour.probs, groups, mass, value[:, :, None] * ~clipped)
+    return token_form(behaviour, signals, directions)
 
 
 def prime_form(law: Enumeration, rewards: Tensor, token_rewards: Tensor, size: int) -> Form:
@@ -133,7 +135,7 @@ def prime_form(law: Enumeration, rewards: Tensor, token_rewards: Tensor, size: i
 
 
 def dpo_form(probs: Tensor, scores: Tensor, log_ratios: Tensor, rewards: Tensor, *, beta: float) -> Form:
-    r"""DPO on pairs of independent responses, ties dropped: the win rate less a leash.
+    r"""DPO on pairs of independent responses, ties dropped: wins less losses, less a leash.
 
     Parameters
     ----------
@@ -214,8 +216,8 @@ def orpo_form(
     Returns
     -------
     Form
-        The win rate with :math:`d = s/|y|`, and the weights of the odds with :math:`d/(1 - \bar p)`; the remainder is
-        half the pair's likelihood, :math:`E[d + d']/2`, whichever of the two is chosen.
+        Wins less losses with :math:`d = s/|y|`, and the weights of the odds with :math:`d/(1 - \bar p)`; the remainder
+        is half the pair's likelihood, :math:`E[d + d']/2`, whichever of the two is chosen.
 
     Shapes
     ------
@@ -226,7 +228,7 @@ def orpo_form(
     p = mean_log_probs.exp()
     odds = p / (1 - p)
     loser = torch.where(sign > 0, odds[None, :], odds[:, None])
-    weight = loser / (odds[:, None] + odds[None, :])  # σ(−(o⁺ − o⁻)) = odds⁻ / (odds⁺ + odds⁻)
+    weight = loser / (odds[:, None] + odds[None, :])  # sigmoid(−(o⁺ − o⁻)) = odds⁻ / (odds⁺ + odds⁻)
     wins = response_form(probs, sign @ probs / kept, directions)
     ratio = response_form(
         probs, 2 * odds_weight / kept * ((sign * weight) @ probs), directions / (1 - p)[:, None]
@@ -259,8 +261,8 @@ def kto_form(
     Returns
     -------
     Form
-        Signal :math:`\pm\lambda\beta\,v(1 - v)` with :math:`v = \sigma(\beta(h - z))`, which is not centred: under a
-        law that is not the policy's, the product of the means remains.
+        Signal :math:`\pm\lambda\beta\,v(1 - v)` with :math:`v = \operatorname{sigmoid}(\beta(h - z))`, which is not
+        centred: under a law that is not the policy's, the product of the means remains.
 
     Shapes
     ------
