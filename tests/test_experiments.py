@@ -17,7 +17,10 @@ from ceilings.prefix_tree import enumeration
 from ceilings.results import assert_reproduces, load
 from ceilings.testing import assert_at_most, assert_equal
 from ceilings.transformer import TinyTransformer, TransformerConfig
+from test_pretrained import require_built_in
 
+# Experiments with the real model: single precision, whose digits differ between processors.
+SINGLE = {"prompts": 1e-3}
 NAMES = [m.name for m in pkgutil.iter_modules(ceilings.experiments.__path__) if not m.name.startswith("_")]
 
 
@@ -30,11 +33,13 @@ def one_thread():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_slice_agrees_with_the_record_to_four_digits(name):
+def test_a_slice_agrees_with_the_record_to_four_digits_or_three(name):
     module = importlib.import_module(f"ceilings.experiments.{name}")
     assert name == module.NAME
     assert set(module.SMOKE.seeds) <= set(module.FULL.seeds)
-    assert_reproduces(module.run(module.SMOKE), load(name, module.FULL), rtol=1e-4)
+    if name in SINGLE:
+        require_built_in()
+    assert_reproduces(module.run(module.SMOKE), load(name, module.FULL), rtol=SINGLE.get(name, 1e-4))
 
 
 def test_a_changed_setting_does_not_pass_for_the_record():

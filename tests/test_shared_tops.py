@@ -44,6 +44,7 @@ def test_overlaps_are_those_of_the_masks():
         assert_equal(found[i, j], overlap(sets[i], sets[j]))
 
 
+@pytest.mark.claim("prop-shared-tops")
 @pytest.mark.parametrize("within", ["tensor", "row", "column"])
 def test_chance_keeps_the_counts_of_each_part(within):
     sets = some_sets()
@@ -59,6 +60,7 @@ def test_chance_of_all_knows_only_the_sizes():
     assert_equal(shared(sets).chance("all")[0, 1], 2 * a * b / 59 / (a + b))
 
 
+@pytest.mark.claim("prop-shared-tops")
 def test_drawn_sets_have_the_expected_overlap_and_no_more_spread_than_is_possible():
     sets = some_sets()
     tops = shared(sets)
