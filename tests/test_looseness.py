@@ -13,7 +13,9 @@ from ceilings import looseness
 from ceilings.ceiling import explained_reward_variance, tightness
 from ceilings.fisher import exact_diagonal_fisher, fisher_matrix, score_correlation_matrix
 from ceilings.policies import AutoregressivePolicy, Enumeration, SoftmaxPolicy
+from ceilings.prefix_tree import enumeration
 from ceilings.testing import assert_at_most, assert_equal
+from ceilings.transformer import TinyTransformer, TransformerConfig
 
 SEEDS = range(24)
 
@@ -151,6 +153,60 @@ def test_a_parameter_that_does_nothing_is_left_out_of_the_mean():
     for function in (looseness.rms_tightness, looseness.fisher_weighted_tightness):
         assert_equal(function(padded, reward, law.probs), function(law.scores, reward, law.probs))
     assert_equal(looseness.forced_rms(padded, law.probs), looseness.forced_rms(law.scores, law.probs))
+
+
+@pytest.mark.claim("thm-joint")
+@pytest.mark.parametrize("seed", SEEDS[:8])
+def test_a_parameter_that_shifts_all_logits_alike_has_no_ceiling_though_its_score_is_rounding(seed):
+    generator = torch.Generator().manual_seed(seed)
+    policy = AutoregressivePolicy.random(3, 3, 6, generator, eos=0)
+    policy.features[..., 2] = torch.randn(policy.features.shape[0], 1, generator=generator)
+    law = policy.enumerate(torch.randn(6, generator=generator, dtype=torch.float64))
+    assert 0 < float(law.scores[:, 2].abs().max()) < 1e-14  # zero by thm-logits, rounding here
+    keep = [0, 1, 3, 4, 5]
+    alive, reward = law.scores[:, keep], torch.randn(15, generator=generator, dtype=torch.float64)
+    assert looseness.varying_scores(law.scores, law.probs).nonzero()[:, 0].tolist() == keep
+    correlation = score_correlation_matrix(law.probs, alive)
+    bound = (torch.linalg.eigvalsh(correlation)[-1] / 5).sqrt()
+    assert_equal(looseness.forced_rms(law.scores, law.probs), bound, rtol=1e-10)
+    rho = tightness(alive, reward, law.probs)
+    assert_equal(looseness.rms_tightness(law.scores, reward, law.probs), rho.square().mean().sqrt())
+    best = looseness.tightest_reward(law.scores, law.probs)
+    assert_equal(looseness.rms_tightness(alive, best, law.probs), bound, rtol=1e-10)
+
+
+def test_parameters_of_a_decoder_without_a_ceiling_are_those_that_no_probability_depends_on():
+    """Every parameter is moved far and all responses are enumerated again: does any probability change?
+
+    After the prompt 1 1 attention averages two equal values, whatever the queries and keys.
+    """
+    model = TinyTransformer(TransformerConfig(4, 4, 1, 1, 8), seed=3)
+    law = enumeration(model, (1, 1), 1, 0)
+    varies = looseness.varying_scores(law.scores, law.probs)
+    changes = []
+    with torch.no_grad():
+        for parameter in model.parameters():
+            for place in range(parameter.numel()):
+                entry = parameter.view(-1)[place : place + 1]
+                before = entry.clone()
+                moved = []
+                for step in (0.7, -0.4):
+                    entry.copy_(before + step)
+                    moved.append((enumeration(model, (1, 1), 1, 0).probs - law.probs).abs().max())
+                entry.copy_(before)
+                changes.append(max(moved))
+    change = torch.stack(changes)
+    dead = law.scores[:, change < 1e-13]
+    assert dead.shape[1] == 2 * 4 * 4  # queries and keys
+    assert 0 < float(dead.abs().max()) < 1e-14
+    assert torch.equal(varies, change > 1e-13)
+
+
+def test_a_small_ceiling_is_a_ceiling():
+    law, reward = random_case(1)
+    for scale, counted in ((1e-9, True), (1e-15, False)):
+        scores = torch.cat([law.scores, scale * law.scores[:, :1]], dim=1)
+        assert bool(looseness.varying_scores(scores, law.probs)[-1]) is counted
 
 
 def test_the_top_set_has_the_largest_ceilings_and_is_never_empty():

@@ -550,6 +550,34 @@ LIBRARY = [
         "(sizes >= cut).long() * 2",
         "tests/test_tied_overlaps.py -k some_choice",
     ),
+    fault(
+        "rounding taken for a ceiling",
+        "src/ceilings/looseness.py",
+        "length > _ROUNDING * torch.maximum(own, length.max())",
+        "length > _ROUNDING * own",
+        "tests/test_looseness.py -k 'ceiling'",
+    ),
+    fault(
+        "top sets that are counted in parts of the wrong length",
+        "src/ceilings/shared_tops.py",
+        "size / len(rows[0])",
+        "size",
+        "tests/test_shared_tops.py -k chance",
+    ),
+    fault(
+        "a null model that deals values out among all tensors",
+        "src/ceilings/experiments/_prompt_rows.py",
+        "parts = ratio.split([len(w) for w in where.values()])",
+        "parts = ratio.split([len(ratio)])",
+        "tests/test_prompts.py -k within_tensors",
+    ),
+    fault(
+        "halves of answers that overlap",
+        "src/ceilings/rollout_scores.py",
+        "order[: count // 2], order[count // 2 :]",
+        "order[: count // 2 + 8], order[count // 2 - 8 :]",
+        "tests/test_rollout_scores.py -k exact_mean",
+    ),
 ]
 
 CHAPTERS = [

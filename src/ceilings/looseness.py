@@ -9,6 +9,8 @@ singular value decomposition of size min(N, D); no D × D matrix is formed.
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 from torch import Tensor
 
@@ -31,7 +33,12 @@ __all__ = [
     "rms_tightness",
     "tightest_reward",
     "top_ceilings",
+    "varying_scores",
 ]
+
+# A standard deviation below this share of the largest, or of the root of its own second moment, is rounding. Sums of
+# numbers of double precision leave about 1e-16 of the largest; a parameter with a true ceiling this low is lost too.
+_ROUNDING: Final = 1e-12
 
 
 def _weighted_scores(scores: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -44,11 +51,49 @@ def _weighted_scores(scores: Tensor, weights: Tensor | None) -> tuple[Tensor, Te
 def _unit_scores(scores: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
     """Unit vectors of the scores that vary, as columns, and √w."""
     design, root = _weighted_scores(scores, weights)
-    length = design.norm(dim=0)
-    varies = length > 1e-12 * (root[:, None] * scores).norm(dim=0)
+    varies = _varies(design, root, scores)
     if not bool(varies.any()):
         raise ValueError("no score varies: every ceiling is zero and no tightness is defined")
-    return design[:, varies] / length[varies], root
+    return design[:, varies] / design[:, varies].norm(dim=0), root
+
+
+def _varies(design: Tensor, root: Tensor, scores: Tensor) -> Tensor:
+    """Which scores vary by more than rounding."""
+    length = design.norm(dim=0)
+    own = (root[:, None] * scores).norm(dim=0)
+    return length > _ROUNDING * torch.maximum(own, length.max())
+
+
+def varying_scores(scores: Tensor, weights: Tensor | None = None) -> Tensor:
+    r"""Which parameters have a ceiling: their scores vary by more than rounding.
+
+    Parameters
+    ----------
+    scores
+        Score of every response.
+    weights
+        Probabilities of an enumeration, or None for N rollouts of weight 1/N.
+
+    Returns
+    -------
+    Tensor
+        True where :math:`\sqrt{F_{ii}}` exceeds 1e-12 times the largest of them, and 1e-12 times the root of
+        :math:`E[s_i^2]`. The n of `forced_rms` and `rms_tightness`.
+
+    Shapes
+    ------
+    scores (N, D), weights (N,) -> (D,).
+
+    Notes
+    -----
+    A parameter that no logit depends on, such as the word vector of a token that is never read, has the score zero
+    in exact arithmetic and some 1e-17 here. The correlation of such rounding with a reward is as large as any.
+
+    References
+    ----------
+    Claim ``thm-joint``.
+    """
+    return _varies(*_weighted_scores(scores, weights), scores)
 
 
 def _is_constant(rewards: Tensor, weights: Tensor | None) -> bool:
@@ -140,7 +185,7 @@ def _numerical_rank(singular: Tensor, design: Tensor) -> int:
 
 
 def rms_tightness(scores: Tensor, rewards: Tensor, weights: Tensor | None = None) -> Tensor:
-    r"""Root mean square of the tightness over the parameters for which it is defined.
+    r"""Root mean square of the tightness over the parameters that have a ceiling, see `varying_scores`.
 
     Parameters
     ----------
@@ -168,7 +213,8 @@ def rms_tightness(scores: Tensor, rewards: Tensor, weights: Tensor | None = None
     ----------
     Claim ``thm-joint``.
     """
-    return tightness(scores, rewards, weights).square().nanmean().sqrt()
+    every = tightness(scores, rewards, weights)
+    return every[varying_scores(scores, weights)].square().nanmean().sqrt()
 
 
 def forced_rms(scores: Tensor, weights: Tensor | None = None) -> Tensor:

@@ -32,6 +32,7 @@ from ceilings.looseness import (
     outside_share_bound,
     rms_tightness,
     top_ceilings,
+    varying_scores,
 )
 from ceilings.policies import AutoregressivePolicy, Enumeration
 from ceilings.prefix_tree import enumeration, expected_reward
@@ -194,7 +195,7 @@ def _policy_row(law: Enumeration, top_share: float) -> dict[str, float | int]:
     top = top_ceilings(law.scores, top_share, law.probs)
     fisher = law.probs @ law.scores.square()
     return {
-        "parameters": int((fisher > 0).sum()),
+        "parameters": int(varying_scores(law.scores, law.probs).sum()),
         "rank": len(fisher_spectrum(law.scores, law.probs)),
         "forced_rms": float(forced_rms(law.scores, law.probs)),
         "fisher_concentration": float(fisher_concentration(law.scores, law.probs)),
@@ -208,7 +209,7 @@ def _reward_row(law: Enumeration, reward: Tensor, top_share: float) -> dict[str,
     batch = (law.scores, reward, law.probs)
     top = top_ceilings(law.scores, top_share, law.probs)
     directions, _ = direction_tightness(*batch)
-    every = tightness(*batch)
+    every = tightness(*batch)[varying_scores(law.scores, law.probs)]
     return {
         "explained_share": float(directions.square().sum()),
         "rms_tightness": float(rms_tightness(*batch)),
