@@ -2,7 +2,9 @@
 
 Scientific hyperparameters: the prompt and the reward. Nuisance: the seed of the null models. Fixed: the model,
 SmolLM2-135M-Instruct, and everything else in `Config`. The prompts, the words that *stated* pays for and the rules of
-the rewards were written down before any of them was run; none was exchanged afterwards.
+the rewards were written down before their results were seen; none was exchanged afterwards. One prompt was run alone
+before, to time the code; for the sake of time four others, not yet run, were then made shorter, whole answers were
+kept for four prompts in place of six, and null models and samples were made smaller.
 
 The response is the next token, every expectation a sum over the vocabulary. Four rewards: *likeliest* pays 1 for the
 model's most likely token, *stated* 1 for the first token of a continuation that is written beside the prompt,
