@@ -210,7 +210,7 @@ def concentration_chart(shares: Mapping[float, float], label: str) -> str:
     x, y = _axis(low, 0, _LEFT, _WIDTH - _RIGHT), _axis(0, 1, _HEIGHT - _BOTTOM, _TOP)
     every = 1 if low > -5 else 2  # of many decades every other is named
     ticks = {float(k): percent(10.0**k) for k in range(round(low), 1) if k % every == 0}
-    parts = [_frame(), _x_ticks(ticks, x, "share of the parameters, those with most of it first")]
+    parts = [_frame(), _x_ticks(ticks, x, "share of the parameters, largest first")]
     parts.append(_y_ticks({k / 4: percent(k / 4) for k in range(5)}, y))
     even = [low * (1 - k / 60) for k in range(61)]
     parts.append(

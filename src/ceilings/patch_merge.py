@@ -12,7 +12,7 @@ from ceilings.patch_manifest import Manifest, Tuned
 from ceilings.patch_summary import PatchSummary
 from ceilings.patch_union import Conflict, Side, merge_numbers
 
-__all__ = ["Conflict", "ConflictError", "MergeSummary", "merge_patches"]
+__all__ = ["ConflictError", "MergeSummary", "merge_patches"]
 
 
 class ConflictError(ValueError):
