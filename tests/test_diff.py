@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from ceilings import cli
 from ceilings.checkpoints import open_checkpoint
 from ceilings.console import Terminal
-from ceilings.diff_report import schema
+from ceilings.report import schema
 from toys import save_toy
 
 STEP = 3e-4
@@ -71,7 +71,7 @@ def numbers(*arguments):
     assert diff(*arguments, "--json", "d.json") == 0
     with open("d.json", encoding="utf-8") as file:
         found = json.load(file)
-    jsonschema.validate(found, schema())  # every report of these tests follows the schema
+    jsonschema.validate(found, schema("diff"))  # every report of these tests follows the schema
     return found
 
 
@@ -138,7 +138,7 @@ def fixed_objects(node, key=""):
 
 def test_a_number_too_many_or_too_few_is_against_the_schema(here):
     found = numbers("base", "tuned1", "tuned2")
-    validator = jsonschema.Draft202012Validator(schema())
+    validator = jsonschema.Draft202012Validator(schema("diff"))
     tuned = found["tuned"][0]
     # One tensor with singular values, one without: the rest is alike.
     chosen = {type(entry["spectrum"]): entry for entry in tuned["tensors"]}

@@ -21,8 +21,9 @@ from ceilings.testing import assert_at_most, assert_equal
 from ceilings.transformer import TinyTransformer, TransformerConfig
 from test_pretrained import require_built_in
 
-# Experiments with the real model: single precision, whose digits differ between processors.
-SINGLE = {"prompts": 1e-3, "real_training": 1e-3}
+# Experiments with the real model, and how closely a slice must agree: the maps of "prompts" are in single precision,
+# whose digits differ between processors.
+REAL = {"prompts": 1e-3, "real_training": 1e-4}
 NAMES = [m.name for m in pkgutil.iter_modules(ceilings.experiments.__path__) if not m.name.startswith("_")]
 
 
@@ -39,9 +40,9 @@ def test_a_slice_agrees_with_the_record_to_four_digits_or_three(name):
     module = importlib.import_module(f"ceilings.experiments.{name}")
     assert name == module.NAME
     assert set(module.SMOKE.seeds) <= set(module.FULL.seeds)
-    if name in SINGLE:
+    if name in REAL:
         require_built_in()
-    assert_reproduces(module.run(module.SMOKE), load(name, module.FULL), rtol=SINGLE.get(name, 1e-4))
+    assert_reproduces(module.run(module.SMOKE), load(name, module.FULL), rtol=REAL.get(name, 1e-4))
 
 
 def test_a_changed_setting_does_not_pass_for_the_record():
@@ -255,16 +256,3 @@ def test_a_sum_is_right_if_it_is_said_first_and_whole():
     ):
         assert puzzle.reward(asked["2 + 3 ="], tuple(letters(response).input_ids)) == right
     assert puzzle.reward(asked["4 + 4 ="], (*letters(" 8").input_ids, 0)) == 1
-
-
-def test_what_was_finished_is_not_made_again(tmp_path):
-    made = []
-
-    def make():
-        made.append(1)
-        return {"x": [1.0, 2.0]}
-
-    for config in (real_training.SMOKE, real_training.SMOKE, real_training.FULL):
-        assert real_training._kept(tmp_path / "parts", "0", config, make) == {"x": [1.0, 2.0]}
-    assert len(made) == 2  # another configuration is another experiment
-    assert real_training._kept(None, "0", real_training.FULL, make) and len(made) == 3

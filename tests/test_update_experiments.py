@@ -131,6 +131,23 @@ def test_only_the_full_run_is_kept_and_its_folder_goes(tmp_path, monkeypatch):
     assert not list((tmp_path / "_build" / "partial").iterdir())
 
 
+def test_what_is_unfinished_stays_where_only_the_same_experiment_finds_it(tmp_path, monkeypatch):
+    @dataclass(frozen=True)
+    class Settings:
+        seeds: tuple[int, ...]
+
+    (tmp_path / "results").mkdir()
+    monkeypatch.setattr(_resume, "results_directory", lambda: tmp_path / "results")
+    with pytest.raises(KeyboardInterrupt), _resume.partial_folder("precision", Settings((0,))) as folder:
+        _resume.kept_in(folder)("0", lambda: {"x": 1.0})
+        raise KeyboardInterrupt
+    with _resume.partial_folder("precision", Settings((1,))) as other:
+        assert other != folder and not other.exists()
+    with _resume.partial_folder("precision", Settings((0,))) as again:
+        assert again == folder and (again / "0.json").is_file()
+    assert not folder.exists()
+
+
 def test_what_the_held_out_seed_did_not_run_is_nan():
     values = {"tuning": {"sgd": [1.0]}, "sgd": {"gain": [2.0, 3.0], "pairs": [[[1, 2]], [[3, 4]]]}}
     found = optimisers._filled(values, 3, held_out=True)

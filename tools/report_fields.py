@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ceilings import diff_report, report
+from ceilings.report import schema
 
 __all__ = ["FOLDER", "PAGES", "fields", "page"]
 
@@ -25,8 +25,8 @@ FOLDER = ROOT / "book" / "tool"
 REPORT = """# The report, field by field
 
 `ceilings measure … --out DIR` writes all its numbers to `DIR/report.json`. [The manual](measure.ipynb) says how to
-read them; this page is the reference, made from the schema that the library carries: `from ceilings.report import
-schema`. It describes version {version} of the layout. A field that changes its meaning or goes away makes a new
+read them; this page is the reference, made from the schema that the library carries: `ceilings.report.schema()`. It
+describes version {version} of the layout. A field that changes its meaning or goes away makes a new
 version; one that is added does not.
 
 Beside it lie `gradient.safetensors`, `fisher.safetensors` and `tightness.safetensors`, each with a tensor for every
@@ -41,15 +41,15 @@ units and shapes are those of [the notation](../notation.md).
 DIFF = """# The numbers of `ceilings diff`, field by field
 
 `ceilings diff BASE TUNED --json FILE` writes all its numbers to one file. [The manual](diff.ipynb) says how to read
-them; this page is the reference, made from the schema that the library carries: `from ceilings.diff_report import
-schema`. It describes version {version} of the layout. A field that changes its meaning or goes away makes a new
+them; this page is the reference, made from the schema that the library carries: `ceilings.report.schema("diff")`. It
+describes version {version} of the layout. A field that changes its meaning or goes away makes a new
 version; one that is added does not.
 
 The change is $\\tau = \\theta' - \\theta$, from the base to the fine-tune as they are stored, both rounded to one
 number format. It spans the whole training and not a step of it. The *squared change* is $\\|\\tau\\|^2$.
 """
 #: Introduction and schema of each page, by the name of its file.
-PAGES = {"report.md": (REPORT, report.schema), "diff_report.md": (DIFF, diff_report.schema)}
+PAGES = {"report.md": (REPORT, schema("report")), "diff_report.md": (DIFF, schema("diff"))}
 TYPES = {
     "number": "number",
     "integer": "integer",
@@ -125,8 +125,7 @@ def inner(node: Mapping[str, Any], whole: Mapping[str, Any]) -> list[tuple[str, 
 
 def page(name: str) -> str:
     """The text of a page."""
-    head, schema = PAGES[name]
-    whole = schema()
+    head, whole = PAGES[name]
     parts = [head.format(version=whole["properties"]["version"]["const"])]
     titled = {key: node for key, node in whole["$defs"].items() if "title" in node}
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
-from importlib.resources import files
 from typing import Any, Final
 
 from ceilings.checkpoint_diff import SHARES, Diff, Group, TensorDiff
@@ -15,25 +13,12 @@ from ceilings.overlaps import Cut, OverlapCounts, open_overlap
 from ceilings.spectrum import DIRECTIONS, Spectrum, random_share, random_stable_rank
 from ceilings.tally import Tally
 
-__all__ = ["VERSION", "bins_entry", "describe_overlap", "describe_side", "describe_tuned", "schema"]
+__all__ = ["VERSION", "bins_entry", "describe_overlap", "describe_side", "describe_tuned"]
 
 #: Version of the layout of the report.
 VERSION: Final = 1
 _RULES: Final = ("equality", "absolute", "relative")
 _CURVE: Final = tuple(10 ** (k / 3) for k in range(-18, 1))
-
-
-def schema() -> dict[str, Any]:
-    """JSON schema of the numbers that ``ceilings diff --json`` writes.
-
-    Returns
-    -------
-    dict
-        The schema; every field has a description.
-    """
-    text = files("ceilings").joinpath("diff_schema.json").read_text(encoding="utf-8")
-    parsed: dict[str, Any] = json.loads(text)
-    return parsed
 
 
 def describe_side(checkpoint: Checkpoint | Source, given: str) -> dict[str, Any]:

@@ -139,7 +139,7 @@ class Puzzle:
         for row in rows:
             answer = torch.tensor(self.answers[row])
             other = letters[torch.randint(len(letters), answer.shape, generator=generator)]
-            wrong = torch.rand(answer.shape, generator=generator) < noise
+            wrong = torch.rand(answer.shape, generator=generator, dtype=torch.float32) < noise
             wrong[-1] = False
             responses.append(tuple(torch.where(wrong, other, answer).tolist()))
         rewards = [self.reward(row, y, graded=graded) for row, y in zip(rows, responses, strict=True)]
@@ -297,10 +297,11 @@ def puzzle_of(name: str) -> Puzzle:
     ValueError
         If there is no such puzzle.
     """
-    makers = dict(zip(puzzle_names(), (addition, sorting, brackets, tea_or_coffee), strict=True))
+    functions: tuple[Callable[[], Puzzle], ...] = (addition, sorting, brackets, tea_or_coffee)
+    makers = dict(zip(puzzle_names(), functions, strict=True))
     if name not in makers:
         raise ValueError(f"there is no puzzle {name!r}: use one of {', '.join(makers)}")
-    return makers[name]()  # type: ignore[operator, unused-ignore]  # mypy joins the four in its own order
+    return makers[name]()
 
 
 def _share_of_positions(answer: Tokens, response: Tokens) -> float:

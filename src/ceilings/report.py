@@ -23,15 +23,20 @@ _TABLE: Final = 8  # a longer list of objects is written a line each
 _OFF_POLICY: Final = 10.0  # a mean score this far from zero is no accident even if one direction carries all
 
 
-def schema() -> dict[str, Any]:
-    """JSON schema of ``report.json``.
+def schema(name: str = "report") -> dict[str, Any]:
+    """JSON schema of a file that a command writes.
+
+    Parameters
+    ----------
+    name
+        ``"report"``, of ``report.json``; ``"diff"``, of what ``ceilings diff --json`` writes.
 
     Returns
     -------
     dict
         The schema; every field has a description.
     """
-    text = files("ceilings").joinpath("report_schema.json").read_text(encoding="utf-8")
+    text = files("ceilings").joinpath(f"{name}_schema.json").read_text(encoding="utf-8")
     parsed: dict[str, Any] = json.loads(text)
     return parsed
 

@@ -434,8 +434,7 @@ def _leaves(
 def _close(a: Any, b: Any, rtol: float) -> bool:
     if isinstance(a, list) and isinstance(b, list):
         return len(a) == len(b) and all(_close(x, y, rtol) for x, y in zip(a, b, strict=True))
-    # NOTE a large count may hang on rounding like any number; one below 1/rtol has to be the same.
-    if isinstance(a, int | float) and isinstance(b, int | float) and not isinstance(a, bool):
+    if isinstance(a, float) and isinstance(b, int | float):
         return math.isnan(a) and math.isnan(b) or math.isclose(a, b, rel_tol=rtol, abs_tol=1e-12)
     return bool(a == b)
 

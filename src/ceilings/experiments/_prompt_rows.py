@@ -124,7 +124,7 @@ def exact_rows(
     policy = {
         **{f"p {name}": float(law.probs[word]) for name, word in words.items()},
         "entropy": float(-(law.probs * law.probs.log()).sum()),
-        "without ceiling": sum(int(d.sum()) for d in dead.values()),
+        "without ceiling": float(sum(int(d.sum()) for d in dead.values())),  # rounding decides the last few
         "fisher top": float(concentration(list(fisher.values()), [top_share])[0]),
         "fisher table": total[TABLE] / trace,
         "ceiling": short(by_place(roots)),

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from ceilings.digest import code_digest
 from ceilings.results import Record, results_directory
 
-__all__ = ["Keep", "kept_in", "not_kept", "resumed"]
+__all__ = ["Keep", "kept_in", "not_kept", "partial_folder", "resumed"]
 
 #: From a name and a function that measures to what it measures, perhaps from an earlier run.
 Keep = Callable[[str, Callable[[], dict[str, Any]]], dict[str, Any]]
@@ -71,11 +72,21 @@ def resumed(
     def go(config: Any, progress: Callable[[Iterable[Any]], Iterable[Any]]) -> Record:
         if config != full:
             return run(config, progress)
-        digest = code_digest(f"ceilings.experiments.{name}", dataclasses.asdict(config))
-        folder = results_directory().parent / "_build" / "partial" / f"{name}-{digest[:12]}"
         spent: list[float] = []
-        record = run(config, progress, keep=kept_in(folder, spent))
-        shutil.rmtree(folder, ignore_errors=True)
+        with partial_folder(name, config) as folder:
+            record = run(config, progress, keep=kept_in(folder, spent))
         return dataclasses.replace(record, wall_seconds=round(record.wall_seconds + sum(spent), 1))
 
     return go
+
+
+@contextlib.contextmanager
+def partial_folder(name: str, config: Any) -> Iterator[Path]:
+    """Folder of what an unfinished run has done, by the digest of its code and configuration, so never another's.
+
+    It goes when the block ends, and stays when the block is left by an error or an interruption.
+    """
+    digest = code_digest(f"ceilings.experiments.{name}", json.loads(json.dumps(dataclasses.asdict(config))))
+    folder = results_directory().parent / "_build" / "partial" / f"{name}-{digest[:12]}"
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)

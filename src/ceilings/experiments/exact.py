@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from ceilings.experiments._command import record_command
+from ceilings.experiments._rows import append
 from ceilings.panel import Panel, top_overlap
 from ceilings.policies import Enumeration
 from ceilings.prefix_tree import enumeration
@@ -245,9 +246,7 @@ def run(config: Config, progress: Callable[[Iterable[int]], Iterable[int]] = ite
             if cell not in done:
                 done[cell] = _measure(cell, config, seed)
             for part, row in done[cell].items():
-                leaf = values.setdefault(factor, {}).setdefault(level, {}).setdefault(part, {})
-                for name, value in row.items():
-                    leaf.setdefault(name, []).append(value)
+                append(values, row, factor, level, part)
     return Record.of_run(config, values, time.perf_counter() - start, name=NAME, dtype=torch.float64)
 
 

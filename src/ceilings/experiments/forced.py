@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ceilings.ceiling import score_reward_covariance, score_variance, tightness
 from ceilings.experiments._command import record_command
+from ceilings.experiments._rows import append
 from ceilings.looseness import (
     direction_tightness,
     fisher_concentration,
@@ -175,9 +176,9 @@ def run(config: Config, progress: Callable[[Iterable[int]], Iterable[int]] = ite
     values: dict[str, Any] = {}
     for seed in progress(config.seeds):
         for family, law in policies(config, seed).items():
-            _append(values, (family, "policy"), _policy_row(law, config.top_share))
+            append(values, _policy_row(law, config.top_share), family, "policy")
             for reward, value in rewards(law.responses, config, seed).items():
-                _append(values, (family, reward), _reward_row(law, value, config.top_share))
+                append(values, _reward_row(law, value, config.top_share), family, reward)
     return Record.of_run(config, values, time.perf_counter() - start, name=NAME, dtype=torch.float64)
 
 
@@ -220,13 +221,6 @@ def _reward_row(law: Enumeration, reward: Tensor, top_share: float) -> dict[str,
         "outside_share": float(outside_share(score_reward_covariance(*batch).square(), top)),
         "reward_std": float(score_variance(reward[:, None], reward, law.probs).sqrt()),
     }
-
-
-def _append(values: dict[str, Any], keys: tuple[str, str], row: dict[str, float | int]) -> None:
-    """Add one seed to every leaf below ``keys``."""
-    leaf = values.setdefault(keys[0], {}).setdefault(keys[1], {})
-    for name, value in row.items():
-        leaf.setdefault(name, []).append(value)
 
 
 if __name__ == "__main__":

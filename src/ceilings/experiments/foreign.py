@@ -32,6 +32,7 @@ from torch import Tensor
 from ceilings.data_laws import tempered_law
 from ceilings.experiments import exact
 from ceilings.experiments._command import record_command
+from ceilings.experiments._rows import append
 from ceilings.off_policy import chi_square_divergence, kl_divergence
 from ceilings.panel import Panel, top_overlap
 from ceilings.policies import Enumeration
@@ -183,14 +184,14 @@ def run(config: Config, progress: Callable[[Iterable[int]], Iterable[int]] = ite
         model = policy(seed)
         law = enumeration(model, _PROMPT, exact.CENTRE.max_len, _EOS)
         panel = Panel(law)
-        _append(values, ("policy",), _policy_row(model, panel, config, seed))
+        append(values, _policy_row(model, panel, config, seed), "policy")
         for path, levels in data_laws(law, config, seed).items():
             for level, q in levels.items():
-                _append(values, (path, level, "gradient"), _gradient_row(model, law, panel, q, config))
+                append(values, _gradient_row(model, law, panel, q, config), path, level, "gradient")
                 rates = _rates(panel, law.probs, q, config)
                 for name, rate in rates.items():
                     for when, row in _trained(model, q, config, name, rate, seed).items():
-                        _append(values, (path, level, name + when), row)
+                        append(values, row, path, level, name + when)
     return Record.of_run(config, values, time.perf_counter() - start, name=NAME, dtype=torch.float64)
 
 
@@ -330,15 +331,6 @@ def _update_row(
         "top": energy_share(change, config.top_share),
         "stable rank": sum(matrices) / len(matrices),
     }
-
-
-def _append(values: dict[str, Any], keys: tuple[str, ...], row: dict[str, Any]) -> None:
-    """Add one seed to every leaf below ``keys``."""
-    leaf = values
-    for key in keys:
-        leaf = leaf.setdefault(key, {})
-    for name, value in row.items():
-        leaf.setdefault(name, []).append(value)
 
 
 if __name__ == "__main__":

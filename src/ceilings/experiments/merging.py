@@ -26,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ceilings.experiments._command import record_command
+from ceilings.experiments._rows import append
 from ceilings.methods import make_method
 from ceilings.patch import apply_patch, inspect_patch, make_patch
 from ceilings.patch_merge import merge_patches
@@ -164,7 +165,7 @@ def run(config: Config, progress: Callable[[Iterable[int]], Iterable[int]] = ite
         _set(
             base, {k: p.detach().bfloat16() for k, p in base.named_parameters()}
         )  # what both formats can hold
-        _append(values, ("base",), expected_rewards(base))
+        append(values, expected_rewards(base), "base")
         for rate in config.rates:
             tuned = _fine_tunes(base, rate, config, seed)
             for word, dtype in FORMATS.items():
@@ -206,7 +207,7 @@ def _measure(
     start = {k: p.detach().to(dtype) for k, p in base.named_parameters()}
     stored = {name: {k: p.to(dtype) for k, p in weights.items()} for name, weights in tuned.items()}
     for name, weights in stored.items():
-        _append(values, (*path, "tuned", name), _rewards(base, weights))
+        append(values, _rewards(base, weights), *path, "tuned", name)
     with tempfile.TemporaryDirectory() as folder:
         here = Path(folder)
         for name, weights in {"base": start, **stored}.items():
@@ -214,11 +215,11 @@ def _measure(
         for name in stored:
             make_patch(here / "base.safetensors", here / f"{name}.safetensors", here / f"{name}.patch")
         for other in PAIRS:
-            _append(values, (*path, other), _merged(base, here, other))
+            append(values, _merged(base, here, other), *path, other)
     summed = {
         k: (tuned["units"][k] + tuned["tens"][k] - p.detach()).to(dtype) for k, p in base.named_parameters()
     }
-    _append(values, (*path, "tuned", "sum"), _rewards(base, summed))
+    append(values, _rewards(base, summed), *path, "tuned", "sum")
 
 
 def _merged(base: TinyTransformer, here: Path, other: str) -> dict[str, float]:
@@ -262,15 +263,6 @@ def _set(model: TinyTransformer, weights: Weights) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[name])
-
-
-def _append(values: dict[str, Any], path: tuple[str, ...], row: dict[str, float]) -> None:
-    """Add the row of one seed."""
-    node = values
-    for key in path:
-        node = node.setdefault(key, {})
-    for key, value in row.items():
-        node.setdefault(key, []).append(value)
 
 
 if __name__ == "__main__":

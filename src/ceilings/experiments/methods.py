@@ -22,6 +22,7 @@ from typing import Any, Final
 import torch
 
 from ceilings.experiments._command import record_command
+from ceilings.experiments._rows import append
 from ceilings.methods import METHODS, make_method
 from ceilings.puzzles import Puzzle, sorting
 from ceilings.results import Record
@@ -105,8 +106,7 @@ def run(config: Config, progress: Callable[[Iterable[int]], Iterable[int]] = ite
         base, teacher = (_decoder(puzzle, config, seed, noise) for noise in (config.noise, 0.0))
         for name in config.methods:
             history = _trained(name, puzzle, base, teacher, config, seed)
-            for key, value in _row(history).items():
-                values.setdefault(name, {}).setdefault(key, []).append(value)
+            append(values, _row(history), name)
     return Record.of_run(config, values, time.perf_counter() - start, name=NAME, dtype=torch.float64)
 
 

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from ceilings.experiments._command import record_command
 from ceilings.experiments._resume import Keep, not_kept, resumed
+from ceilings.experiments._rows import append
 from ceilings.experiments._start import Shape, Start, success
 from ceilings.results import Record
 from ceilings.tied_overlaps import overlap_interval, random_overlaps
@@ -127,18 +128,9 @@ def run(
     start = time.perf_counter()
     values: dict[str, Any] = {}
     for seed in progress(config.seeds):
-        _append(values, keep(f"seed-{seed}", partial(_measured, config, seed)))
+        append(values, keep(f"seed-{seed}", partial(_measured, config, seed)))
     values = _filled(values, len(config.seeds), held_out=True)
     return Record.of_run(config, values, time.perf_counter() - start, name=NAME, dtype=torch.float64)
-
-
-def _append(values: dict[str, Any], found: dict[str, Any]) -> None:
-    """Add one seed's entry to every leaf."""
-    for key, value in found.items():
-        if isinstance(value, dict):
-            _append(values.setdefault(key, {}), value)
-        else:
-            values.setdefault(key, []).append(value)
 
 
 def _filled(values: dict[str, Any], seeds: int, held_out: bool) -> dict[str, Any]:
@@ -246,7 +238,7 @@ def _rule(
     noise: dict[str, Any] = {}
     for number in range(config.shuffles):
         row, other = _ranked(config, begin, known, build, number)
-        _append(noise, row | {"run": overlap_interval(change, other, config.share)})
+        append(noise, row | {"run": overlap_interval(change, other, config.share)})
     if noise:
         found["noise"] = noise
     return found

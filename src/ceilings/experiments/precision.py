@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from ceilings.experiments._command import record_command
 from ceilings.experiments._resume import Keep, not_kept, resumed
+from ceilings.experiments._rows import append
 from ceilings.experiments._start import Shape, Start, success
 from ceilings.results import Record
 from ceilings.storage import STORAGES, Storage, StoredWeights, half_gap, stored, stored_dtype
@@ -109,13 +110,11 @@ def run(
     for seed in progress(config.seeds):
         begin = _begin(config, seed)
         first = begin.first_gradient()
-        _append(values, {"weights": _weights(begin)})
+        append(values, _weights(begin), "weights")
         for names, rule, size, steps in _cells(config):
             measure = partial(_cell, config, begin, first, rule, size, steps)
             found = keep(f"{seed}-{'-'.join(names)}", measure)
-            for name in reversed(names):
-                found = {name: found}
-            _append(values, found)
+            append(values, found, *names)
     return Record.of_run(config, values, time.perf_counter() - start, name=NAME, dtype=torch.float64)
 
 
@@ -154,15 +153,6 @@ def _cells(config: Config) -> Iterable[tuple[tuple[str, ...], Rule, float, int]]
         yield (rule, f"{config.centre:g}"), rule, config.centre, config.steps
     for steps in config.lengths:
         yield ("length", str(steps)), "adam", config.centre, steps
-
-
-def _append(values: dict[str, Any], found: dict[str, Any]) -> None:
-    """Add one seed's entry to every leaf."""
-    for key, value in found.items():
-        if isinstance(value, dict):
-            _append(values.setdefault(key, {}), value)
-        else:
-            values.setdefault(key, []).append(value)
 
 
 def _begin(config: Config, seed: int) -> Start:

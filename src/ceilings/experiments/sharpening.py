@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from ceilings.ceiling_change import ceiling_change
 from ceilings.experiments import exact
 from ceilings.experiments._command import record_command
+from ceilings.experiments._rows import append
 from ceilings.methods import make_method
 from ceilings.panel import top_overlap
 from ceilings.policies import Enumeration
@@ -117,9 +118,7 @@ def run(config: Config, progress: Callable[[Iterable[int]], Iterable[int]] = ite
         drawn = {kind: every[kind] for kind in config.rewards}
         for kind, parts in _runs(model, drawn, config, seed).items():
             for part, row in parts.items():
-                leaf = values.setdefault(kind, {}).setdefault(part, {})
-                for name, value in row.items():
-                    leaf.setdefault(name, []).append(value)
+                append(values, row, kind, part)
     return Record.of_run(config, values, time.perf_counter() - start, name=NAME, dtype=torch.float64)
 
 
