@@ -154,7 +154,7 @@ CEILING, COVARIANCE, TOKENS = (
     "book/identity/tokens",
 )
 FORCED = "book/looseness/forced"
-LIGHT_AND_WIDE = "tests/test_browser.py -k 'test_page and ceiling and light and wide'"
+WIDE = "tests/test_browser.py -k 'test_page and ceiling and wide'"
 
 LIBRARY = [
     fault(
@@ -677,7 +677,7 @@ RECORDS = [
 ]
 
 BOOK = [
-    both("a broken TeX macro", CEILING, r"\Var_\pi(s_i)", r"\Variance_\pi(s_i)", LIGHT_AND_WIDE),
+    both("a broken TeX macro", CEILING, r"\Var_\pi(s_i)", r"\Variance_\pi(s_i)", WIDE),
     fault(
         "a broken link",
         "book/related.md",
@@ -746,21 +746,21 @@ BOOK = [
         "_config.yml",
         "      default_mode: auto\n",
         "      default_mode: bright\n",
-        LIGHT_AND_WIDE,
+        WIDE,
     ),
     fault(
         "a colour too pale to read",
         "book/_static/custom.css",
         "--book-roof: #a84700;",
         "--book-roof: #f5c39a;",
-        LIGHT_AND_WIDE,
+        WIDE,
     ),
     fault(
         "a table that widens the page",
         "book/_static/custom.css",
         "/* Prose */",
         ".bd-article .pst-scrollable-table-container { overflow: visible !important; }\n",
-        "tests/test_browser.py -k 'test_page and notation and light and narrow'",
+        "tests/test_browser.py -k 'test_page and notation and narrow'",
     ),
     fault(
         "a module that the page of the library forgets",
@@ -827,7 +827,7 @@ OFF_POLICY = [
         "src/ceilings/experiments/foreign.py",
         "drawn = torch.multinomial(q,",
         "drawn = torch.multinomial(_log_probs(start, ids, mask).detach().exp(),",
-        "tests/test_experiments.py -k 'slice and foreign'",
+        "book/off_policy/supervised.ipynb",
     ),
 ]
 
