@@ -49,7 +49,7 @@ from ceilings.update_rules import flat_parameters
 __all__ = ["FULL", "LEARNS", "NAME", "SETS", "SMOKE", "Config", "frozen_rate", "run"]
 
 NAME: Final = "replication"
-#: A run that gains less in success probability counts as one that did not learn. Set before any run was seen.
+#: A run that gains less in success probability counts as one that did not learn: the threshold of "precision", kept.
 LEARNS: Final = 0.1
 #: Sets of weights whose overlaps are measured: changed and unchanged in bf16; as many as the study's runs changed,
 #: taken by change over distance to the next number of bf16, which is what a coarser format would show; and the largest
