@@ -23,6 +23,7 @@ OWED = {
     "looseness/estimation": ["prop-vacuous"],
     "updates/optimisers": ["prop-sgd", "prop-adam"],
     "updates/precision": ["prop-ulp"],
+    "updates/subnetwork": ["prop-subnetwork"],
     "updates/rank": ["prop-rank"],
     "choices/patch": ["prop-patch"],
 }
