@@ -1,5 +1,6 @@
 """The numbers of a comparison against dense float64 arithmetic on small random pairs, and every kind of input."""
 
+import gc
 import itertools
 import json
 import math
@@ -8,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from ceilings import cli, delta_scan
 from ceilings.adapter_delta import open_adapter
 from ceilings.checkpoint_diff import SHARES, compare, count_overlap
 from ceilings.checkpoints import open_checkpoint
@@ -766,3 +768,28 @@ def test_every_float_format_has_a_grid():
     assert set(GRIDS) == {
         code for code, dtype in TORCH_DTYPES.items() if dtype.is_floating_point and code != "F8_E8M0"
     }
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 0.9])
+@pytest.mark.parametrize("count", [1, 3, 8, 1000, 1003])
+def test_entries_that_differ_are_found_whether_few_or_many(dtype, share, count):
+    draw = torch.Generator().manual_seed(count)
+    base = torch.randint(0, 200, (count,), generator=draw).to(dtype)
+    moved = torch.rand(count, generator=draw) < share
+    moved[-1] = share > 0  # the last entries may fill no eight bytes
+    tuned = torch.where(moved, base + 1, base)
+    assert delta_scan._where_bits_differ(base, tuned).tolist() == moved.nonzero().flatten().tolist()
+
+
+def test_entries_that_differ_are_found_off_the_grid_of_eight_bytes():
+    whole = torch.arange(64).bfloat16()
+    base, tuned = whole[1:40], (whole + (whole % 7 == 0))[1:40]
+    assert delta_scan._where_bits_differ(base, tuned).tolist() == [6, 13, 20, 27, 34]
+
+
+def test_the_collector_is_as_it_was_after_a_command(tmp_path):
+    for arguments in (["diff", str(tmp_path), str(tmp_path)], ["diff", "--threads", "none", "a", "b"]):
+        frozen = gc.get_freeze_count()
+        assert cli.main(arguments) == 2
+        assert gc.isenabled() and gc.get_freeze_count() == frozen

@@ -1,5 +1,6 @@
 """The ledger of claims is what the chapters say, and every claim in it is proved and checked."""
 
+import ast
 import subprocess
 import sys
 
@@ -88,6 +89,28 @@ def test_every_statement_has_a_label():
         assert len(statements) == len(claims.stated(chapter)), chapter
 
 
+def test_every_report_of_others_has_a_verdict_and_every_verdict_a_report():
+    assert {key for key, *_ in claims.verdicts()} == set(claims.reported())
+
+
+@pytest.mark.parametrize(
+    ("key", "verdict", "chapter", "source"),
+    list(claims.verdicts()),
+    ids=lambda part: part if len(part) < 40 and "\n" not in part else "",
+)
+def test_verdict_is_asserted_where_it_is_given(key, verdict, chapter, source):
+    assert verdict in claims.VERDICTS, f"{chapter}: say one of {', '.join(claims.VERDICTS)} of {key}"
+    run = [node for node in ast.parse(source).body if not isinstance(node, ast.FunctionDef)]
+    asserted = [
+        node
+        for node in ast.walk(ast.Module(run, []))
+        if isinstance(node, ast.Assert)
+        or isinstance(node, ast.Call)
+        and ast.unparse(node.func).startswith("assert_")
+    ]
+    assert asserted, f"{chapter}: the cell with the verdict on {key} asserts nothing"
+
+
 @pytest.fixture
 def small_book(tmp_path, monkeypatch):
     """A book of one chapter whose text a test may choose."""
@@ -123,6 +146,22 @@ def test_missing_proof_and_sketch_are_told_apart(small_book):
 def test_check_of_an_unknown_claim_is_refused(small_book):
     with pytest.raises(ValueError, match="a cell checks thm-two, which no chapter states"):
         small_book(STATEMENT + PROOF + CHECK.replace("thm-one", "thm-two"))
+
+
+def test_verdict_stands_in_the_ledger_with_its_source_and_chapter(small_book, tmp_path, monkeypatch):
+    small_book(
+        STATEMENT + PROOF + CHECK.replace("claims: {thm-one: symbolic}", "reported: {dense: reversed}")
+    )
+    (tmp_path / "claims.yml").write_text("thm-one: A sentence.", encoding="utf-8")
+    (tmp_path / "reported.yml").write_text(
+        "dense: {says: Updates are dense., cite: someone2025}\nlost: {says: Nobody looked., cite: other2024}",
+        encoding="utf-8",
+    )
+    monkeypatch.setattr(claims, "BOOK", tmp_path)
+    assert list(claims.verdicts()) == [("dense", "reversed", "one", "assert True")]
+    assert claims.page().endswith(
+        "| Updates are dense. | {cite:t}`someone2025` | reversed in [One](one.md) |\n"
+    )
 
 
 def test_command_tells_when_the_ledger_is_stale():

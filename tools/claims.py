@@ -5,6 +5,9 @@
 
 A claim is a ``prf:`` directive with a label. A cell says by its metadata ``claims: {label: kind}`` that it checks
 one, and a unit test by ``@pytest.mark.claim("label")``. The claim in words stands in ``book/claims.yml``.
+
+What others report is no claim of the book. It stands in ``book/reported.yml``, and a cell that asserts what was found
+here gives its verdict by the metadata ``reported: {key: verdict}``.
 """
 
 from __future__ import annotations
@@ -20,10 +23,24 @@ import yaml
 
 from notebooks import BOOK, ROOT, chapters, paths, read_text
 
-__all__ = ["KINDS", "Claim", "collect", "page", "proofs", "stated", "tested", "words"]
+__all__ = [
+    "KINDS",
+    "VERDICTS",
+    "Claim",
+    "collect",
+    "page",
+    "proofs",
+    "reported",
+    "stated",
+    "tested",
+    "verdicts",
+    "words",
+]
 
 TARGET = BOOK / "claims.md"
 KINDS = ("symbolic", "enumerated", "counterexample", "measured")
+#: What a cell may find on a claim of others, at the scale of this book.
+VERDICTS = ("confirmed", "not confirmed", "reversed")
 STATES = "theorem|proposition|corollary|lemma|conjecture"
 FENCE = re.compile(r"^(?P<fence>`{3,}|:{3,})\{prf:(?P<kind>\w+)\}[ \t]*(?P<title>.*)$", re.MULTILINE)
 LABEL = re.compile(r"\A(?:\s*:\w+:.*\n)*?\s*:label:\s*(\S+)")
@@ -50,6 +67,18 @@ themselves; a claim without a proof, or without a check that runs with the book,
 
 **In the tests**
 : checked once more by the tests of the library, each by a derivation of its own.
+"""
+
+REPORTED = """
+## What others report, tried again at this scale
+
+These are findings of others, on models of billions of parameters. Here they meet policies that fit into a page, and
+one model of 135 million parameters. A verdict says what a cell of the chapter asserts about *these*, and nothing
+about the models that the report is on: *confirmed*, the same was found; *not confirmed*, it was not found, or what
+was found does not need the explanation; *reversed*, the opposite was found.
+
+| Reported | By | Found here |
+|---|---|---|
 """
 
 
@@ -134,6 +163,34 @@ def words() -> dict[str, str]:
     return {label: " ".join(text.split()) for label, text in loaded.items()}
 
 
+def reported() -> dict[str, dict[str, str]]:
+    """What others report, by key: ``says``, a sentence, and ``cite``, a key of the bibliography."""
+    loaded: dict[str, dict[str, str]] = yaml.safe_load((BOOK / "reported.yml").read_text(encoding="utf-8"))
+    return {
+        key: {name: " ".join(text.split()) for name, text in entry.items()} for key, entry in loaded.items()
+    }
+
+
+def verdicts() -> Iterator[tuple[str, str, str, str]]:
+    """Key, verdict, chapter and source of every cell that gives a verdict on a claim of others."""
+    for chapter in chapters():
+        for cell in read_text(paths(chapter)[0]).cells:
+            for key, verdict in cell.metadata.get("reported", {}).items():
+                yield key, verdict, chapter, cell.source
+
+
+def others() -> list[str]:
+    """The claims of others as rows of a table; those on which no cell has a verdict are left out."""
+    found: dict[str, dict[str, str]] = {}
+    for key, verdict, chapter, _ in verdicts():
+        found.setdefault(key, {})[f"{verdict} in [{heading(chapter)}]({chapter}.md)"] = verdict
+    return [
+        f"| {entry['says']} | {{cite:t}}`{entry['cite']}` | {'; '.join(found[key])} |"
+        for key, entry in reported().items()
+        if key in found
+    ]
+
+
 def heading(chapter: str) -> str:
     """The title of a chapter."""
     text = paths(chapter)[0].read_text(encoding="utf-8")
@@ -178,7 +235,7 @@ def page() -> str:
     parts.append(
         f"\n{len(claims)} claims, {total} checks in the chapters. A number in the table links to its chapter."
     )
-    return "\n".join(parts) + "\n"
+    return "\n".join(parts) + "\n" + REPORTED + "".join(f"{line}\n" for line in others())
 
 
 def main() -> int:

@@ -154,7 +154,7 @@ CEILING, COVARIANCE, TOKENS = (
     "book/identity/tokens",
 )
 FORCED = "book/looseness/forced"
-LIGHT_AND_WIDE = "tests/test_browser.py -k 'test_page and ceiling and light and wide'"
+WIDE = "tests/test_browser.py -k 'test_page and ceiling and wide'"
 
 LIBRARY = [
     fault(
@@ -674,10 +674,31 @@ RECORDS = [
         (Edit("results/forced.json", change=lambda text: text.replace("0.1", "0.2", 1)),),
         "tests/test_results.py -k fresh",
     ),
+    fault(
+        "two runs of one seed compared as two seeds",
+        "src/ceilings/experiments/replication.py",
+        "following = [*theirs[1:], theirs[0]]",
+        "following = theirs",
+        "tests/test_replication.py -k compared_with_the_next",
+    ),
+    fault(
+        "runs on dealt out rewards that keep their rewards",
+        "src/ceilings/experiments/_bases.py",
+        "if method in NULLS else own",
+        "if False else own",
+        "tests/test_replication.py -k nulls_deal",
+    ),
+    fault(
+        "chance of an overlap that forgets where the members may lie",
+        "src/ceilings/changed_sets.py",
+        "expected = float((a * b / total.clamp_min(1)).sum())",
+        "expected = float(a.sum() * b.sum() / total.sum())",
+        "tests/test_changed_sets.py -k every_way",
+    ),
 ]
 
 BOOK = [
-    both("a broken TeX macro", CEILING, r"\Var_\pi(s_i)", r"\Variance_\pi(s_i)", LIGHT_AND_WIDE),
+    both("a broken TeX macro", CEILING, r"\Var_\pi(s_i)", r"\Variance_\pi(s_i)", WIDE),
     fault(
         "a broken link",
         "book/related.md",
@@ -746,21 +767,21 @@ BOOK = [
         "_config.yml",
         "      default_mode: auto\n",
         "      default_mode: bright\n",
-        LIGHT_AND_WIDE,
+        WIDE,
     ),
     fault(
         "a colour too pale to read",
         "book/_static/custom.css",
         "--book-roof: #a84700;",
         "--book-roof: #f5c39a;",
-        LIGHT_AND_WIDE,
+        WIDE,
     ),
     fault(
         "a table that widens the page",
         "book/_static/custom.css",
         "/* Prose */",
         ".bd-article .pst-scrollable-table-container { overflow: visible !important; }\n",
-        "tests/test_browser.py -k 'test_page and notation and light and narrow'",
+        "tests/test_browser.py -k 'test_page and notation and narrow'",
     ),
     fault(
         "a module that the page of the library forgets",
@@ -827,7 +848,7 @@ OFF_POLICY = [
         "src/ceilings/experiments/foreign.py",
         "drawn = torch.multinomial(q,",
         "drawn = torch.multinomial(_log_probs(start, ids, mask).detach().exp(),",
-        "tests/test_experiments.py -k 'slice and foreign'",
+        "book/off_policy/supervised.ipynb",
     ),
 ]
 

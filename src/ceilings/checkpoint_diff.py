@@ -39,6 +39,7 @@ __all__ = ["SHARES", "Diff", "Group", "TensorDiff", "compare", "count_overlap", 
 
 #: Sizes of the sets of the largest changes, as shares of all entries.
 SHARES: Final = (0.001, 0.01, 0.1)
+_GROUP_SUMS: Final = ("tally", "matrices", "energy", "weighted_rank", "weighted_random_rank", "ranked")
 _INTEGERS: Final = ("BOOL", "U8", "I8", "I16", "U16", "I32", "U32", "I64", "U64")
 
 Progress = Callable[[str, int, int], None]
@@ -98,6 +99,19 @@ class Group:
         self.ranked += tally.parameters
         self.weighted_rank += tally.parameters * found.stable_rank
         self.weighted_random_rank += tally.parameters * random_stable_rank(rows, columns)
+
+    def __iadd__(self, other: Group) -> Group:
+        for name in _GROUP_SUMS:
+            total = getattr(self, name)
+            total += getattr(other, name)
+            setattr(self, name, total)
+        for table, more in zip(self._by_directions(), other._by_directions(), strict=True):
+            for k in DIRECTIONS:
+                table[k] += more[k]
+        return self
+
+    def _by_directions(self) -> tuple[dict[int, float], ...]:
+        return self.top, self.top_error, self.random_top
 
 
 @dataclass(frozen=True)
@@ -236,6 +250,8 @@ def compare(
         diff.tensors.append(tensor)
         diff.entries.append(entry)
     diff.kinds = {tensor.kind: diff.kinds[tensor.kind] for tensor in diff.tensors}
+    for group in diff.kinds.values():
+        diff.total += group
     finders = _finders(diff.total.tally)
 
     def count(pair: Pair) -> list[CutFinder]:
@@ -337,12 +353,8 @@ def _tensor(base: Source, tuned: Source, pair: Pair, formats: tuple[str, str, st
 
 
 def _sum_up(diff: Diff, tensor: TensorDiff) -> None:
-    """Add a tensor to the groups that it belongs to."""
-    for group in (
-        diff.total,
-        diff.kinds.setdefault(tensor.kind, Group()),
-        diff.layers.setdefault(tensor.layer, Group()),
-    ):
+    """Add a tensor to its kind and to its layer; the total is the sum of the kinds."""
+    for group in (diff.kinds.setdefault(tensor.kind, Group()), diff.layers.setdefault(tensor.layer, Group())):
         group.add(tensor.tally, tensor.spectrum, tensor.pair.shape)
 
 

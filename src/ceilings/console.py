@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -93,6 +94,8 @@ def guarded(work: Callable[[], None], memory: str) -> int:
     Exception
         What is no wrong input: a fault of this program, or that nobody reads on.
     """
+    gc.freeze()  # what was imported stays to the end: the collector need not walk it again and again
+    gc.enable()
     try:
         work()
     except Exception as error:
@@ -101,6 +104,8 @@ def guarded(work: Callable[[], None], memory: str) -> int:
         if isinstance(error, BrokenPipeError) or not isinstance(error, ValueError | OSError):
             raise
         return fail(str(error), WRONG_INPUT)
+    finally:
+        gc.unfreeze()
     return OK
 
 

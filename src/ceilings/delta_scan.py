@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ceilings.safetensors_file import TORCH_DTYPES
-from ceilings.tally import BUCKETS, GRIDS, Bins, Tally, bucket_values, half_gap_exponents
+from ceilings.tally import GRIDS, Bins, Tally, bucket_values, half_gap_exponents
 
 __all__ = [
     "ABSOLUTE",
@@ -36,6 +36,7 @@ _BLOCK: Final = 2**19
 # Sizes off the grid of the buckets are kept one by one up to this many, or one in so many entries: 4 bytes each.
 _FEW: Final = 2**10
 _FEW_IN: Final = 64
+_NOTHING: Final = torch.zeros(0, dtype=torch.int64)
 _SCRATCH: Final = threading.local()
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -186,6 +187,22 @@ def positions(mask: Tensor) -> Tensor:
     return torch.from_numpy(np.flatnonzero(mask.numpy()))
 
 
+def _where_bits_differ(base: Tensor, tuned: Tensor) -> Tensor:
+    """Ascending positions of the entries whose bits differ."""
+    first, second = (np.ascontiguousarray(t.view(_INTEGERS[t.dtype.itemsize]).numpy()) for t in (base, tuned))
+    together = 8 // first.itemsize
+    whole = len(first) // together * together
+    # Where few differ, eight bytes at a time are compared first, and single entries only in those that differ.
+    a, b = (part[:whole].view(np.int64) for part in (first, second))
+    words = np.flatnonzero(a != b)
+    if 2 * len(words) > len(a):
+        return torch.from_numpy(np.flatnonzero(first != second))
+    at = np.flatnonzero(a[words].view(first.dtype) != b[words].view(first.dtype))
+    found = words[at // together] * together + at % together
+    rest = whole + np.flatnonzero(first[whole:] != second[whole:])
+    return torch.from_numpy(np.concatenate((found, rest)) if len(rest) else found)
+
+
 def changed(base: Tensor, tuned: Tensor) -> Tensor:
     """Which entries changed by the rule of equality.
 
@@ -221,9 +238,8 @@ class _Counter:
         self.dtype = dtype
         self.entries, self.finer = entries, 0
         self.sums = Tally()
-        whole = _scratch(torch.int64, 4 * BUCKETS).view(4, BUCKETS).zero_()
-        self.sizes, self.mixed, self.weights, self.changed = whole
-        self.energy, self.by_weight = _scratch(torch.float64, 2 * BUCKETS).view(2, BUCKETS).zero_()
+        self.sizes, self.mixed, self.weights, self.changed = (Bins(values=_NOTHING) for _ in range(4))
+        self.size_energy, self.by_weight = Bins(), Bins()
 
     def add(self, base: Tensor, tuned: Tensor) -> None:
         """Count over one block."""
@@ -231,9 +247,8 @@ class _Counter:
         buckets, square = _weight_buckets(base)
         sums.parameters += len(base)
         sums.base_square += square
-        _count(self.weights, buckets)
-        integers = base.view(_INTEGERS[base.dtype.itemsize]), tuned.view(_INTEGERS[base.dtype.itemsize])
-        at = positions(torch.ne(*integers, out=_scratch(torch.bool, len(base))))
+        self.weights += _counted(buckets)
+        at = _where_bits_differ(base, tuned)
         if not len(at):
             return
         if len(at) < len(base):
@@ -252,7 +267,7 @@ class _Counter:
             sums.bits_only += int(same.count_nonzero())
             a, b, change, buckets = a[~same], b[~same], change[~same], buckets[~same]
         sums.equality += len(a)
-        _count(self.changed, buckets)
+        self.changed += _counted(buckets)
         if not usual:
             sized = change.isfinite()
             sums.non_finite += (lost := len(a) - int(sized.count_nonzero()))
@@ -268,11 +283,11 @@ class _Counter:
         at = patterns >> 16
         finer = positions((patterns & 0xFFFF) != 0)
         if len(finer):
-            _count(self.mixed, at.index_select(0, finer))
+            self.mixed += _counted(at.index_select(0, finer))
             self._keep(patterns.index_select(0, finer))
-        _count(self.sizes, at)
-        _count(self.energy, at, square)
-        _count(self.by_weight, buckets, square)
+        self.sizes += _counted(at)
+        self.size_energy += _counted(at, square)
+        self.by_weight += _counted(buckets, square)
 
     def _keep(self, patterns: Tensor) -> None:
         """Keep sizes that are not the least of their bucket, as long as they are few."""
@@ -284,22 +299,23 @@ class _Counter:
     def tally(self) -> Tally:
         """What was counted."""
         sums = self.sums
-        sums.square = float(self.energy.sum())
+        sums.sizes, sums.size_energy, sums.mixed = self.sizes, self.size_energy, self.mixed
+        sums.weights, sums.changed_weights, sums.weight_energy = self.weights, self.changed, self.by_weight
+        sums.square = float(sums.size_energy.values.sum())
         if _is_on_grid(TORCH_DTYPES[self.dtype]):
-            values = bucket_values().nan_to_num(posinf=0.0)
-            sums.base_square = float(self.weights.double() @ values.square())
-        sums.sizes, sums.size_energy, sums.mixed = Bins.trimmed(self.sizes, self.energy, self.mixed)
-        sums.weights, sums.changed_weights, sums.weight_energy = Bins.trimmed(
-            self.weights, self.changed, self.by_weight
-        )
+            values = bucket_values()[sums.weights.buckets].nan_to_num(posinf=0.0)
+            sums.base_square = float(sums.weights.values.double() @ values.square())
         sums.gaps = self._gaps(sums.weights, sums.changed_weights)
         return sums
 
     def _gaps(self, weights: Bins, changed: Bins) -> dict[int, int]:
         """Unchanged entries by the least step that they could have shown."""
-        exponents = half_gap_exponents(self.dtype)[weights.start : weights.start + len(weights.values)]
+        unchanged = weights.values.clone()
+        if len(changed.values):
+            unchanged[changed.start - weights.start :][: len(changed.values)] -= changed.values
+        exponents = half_gap_exponents(self.dtype)[weights.buckets]
         least = int(exponents.min())
-        counts = torch.bincount(exponents - least, (weights.values - changed.values).double()).long()
+        counts = torch.bincount(exponents - least, unchanged.double()).long()
         return {least + k: count for k, count in enumerate(counts.tolist()) if count}
 
 
@@ -313,10 +329,12 @@ def _scratch(dtype: torch.dtype, count: int) -> Tensor:
     return kept[dtype][:count]
 
 
-def _count(sums: Tensor, buckets: Tensor, weights: Tensor | None = None) -> None:
-    """Add the number, or the weights, of the entries of each bucket."""
-    found = torch.bincount(buckets, weights)
-    sums[: len(found)] += found
+def _counted(buckets: Tensor, weights: Tensor | None = None) -> Bins:
+    """The number, or the weights, of the entries of each bucket."""
+    if not len(buckets):
+        return Bins(values=_NOTHING)
+    start = int(buckets.min())
+    return Bins(start, torch.bincount(buckets - start if start else buckets, weights))
 
 
 def _is_on_grid(dtype: torch.dtype) -> bool:

@@ -11,7 +11,6 @@ import math
 from dataclasses import dataclass, field
 from typing import Final
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -107,25 +106,10 @@ class Bins:
     start: int = 0
     values: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
 
-    @classmethod
-    def trimmed(cls, dense: Tensor, *others: Tensor) -> list[Bins]:
-        """Bins of one number for every bucket.
-
-        Parameters
-        ----------
-        dense
-            The numbers.
-        others
-            Further numbers, zero wherever these are.
-
-        Returns
-        -------
-        list
-            Bins of each, without the buckets at both ends where ``dense`` is zero.
-        """
-        used = np.flatnonzero(dense.numpy())
-        part = slice(int(used[0]), int(used[-1]) + 1) if len(used) else slice(0, 0)
-        return [cls(part.start, values[part].clone()) for values in (dense, *others)]
+    @property
+    def buckets(self) -> slice:
+        """Buckets that have a number."""
+        return slice(self.start, self.start + len(self.values))
 
     def __iadd__(self, other: Bins) -> Bins:
         count, mine = other.values.numel(), self.values.numel()

@@ -100,7 +100,7 @@ class Config:
     batch_size: int = 32
 
 
-FULL: Final = Config(seeds=(0, 1))
+FULL: Final = Config(seeds=(0, 1, 2))
 SMOKE: Final = Config(seeds=(0,), arms=(), random_direction=False, scored=False)
 
 
