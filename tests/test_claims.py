@@ -23,6 +23,7 @@ OWED = {
     "looseness/estimation": ["prop-vacuous"],
     "updates/optimisers": ["prop-sgd", "prop-adam"],
     "updates/precision": ["prop-ulp"],
+    "updates/top_percent": ["prop-top-overlap"],
     "updates/rank": ["prop-rank"],
     "choices/patch": ["prop-patch"],
 }

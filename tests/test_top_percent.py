@@ -358,3 +358,38 @@ def test_survival_of_a_sample_is_its_share():
     survival = top_percent._survival(sample)
     levels = torch.tensor([0.0, 1.0, 2.5, 4.0, 9.0], dtype=torch.float64)
     assert_equal(survival(levels), torch.tensor([1.0, 0.75, 0.375, 0.0, 0.0], dtype=torch.float64))
+
+
+def test_the_record_keeps_what_intervals_and_formats_owe():
+    record = load("top_percent", top_percent.FULL)
+    for rule, storage, power in itertools.product(
+        top_percent.FULL.rules, top_percent.FULL.storages, top_percent.FULL.powers
+    ):
+        cell = record.values[rule][storage][f"{power:g}"]
+        low, high = torch.tensor(cell["overlap"], dtype=torch.float64).T
+        assert bool((low >= 0).all() and (low <= high).all() and (high <= 1).all())
+        # What an optimiser keeps in bf16 is what its file holds.
+        assert storage != "bf16" or cell["overlap"] == cell["otherwise stored"]
+        assert_at_most((high - low), torch.tensor(cell["tied"], dtype=torch.float64), slack=1e-9)
+    for rule in ("sgd", "adam"):
+        for size in top_percent.FULL.sizes:
+            cell = record.values["size"][rule]["bf16"][f"{size:g}"]
+            assert cell["overlap"] == cell["kept"]
+
+
+@pytest.mark.claim("prop-top-overlap")
+def test_noise_in_the_record_follows_the_tail_under_sgd_and_not_under_adam():
+    record = load("top_percent", top_percent.FULL)
+    predicted = torch.stack([record.tensor("tail", f"{k:g}", "noise") for k in top_percent.FULL.powers])
+    found = {
+        rule: torch.stack(
+            [
+                record.tensor(rule, "fp32", f"{k:g}", "noise", "overlap")[:, 0].mean(-1)
+                for k in top_percent.FULL.powers
+            ]
+        )
+        for rule in ("sgd", "adam")
+    }
+    # Its set holds 106: two standard errors of a share near one half are a tenth.
+    assert float((found["sgd"] - predicted).abs().max()) < 0.1
+    assert float(found["adam"].max()) < 0.1 < float(predicted[1:].min())
