@@ -24,6 +24,7 @@ OWED = {
     "updates/optimisers": ["prop-sgd", "prop-adam"],
     "updates/precision": ["prop-ulp"],
     "updates/subnetwork": ["prop-subnetwork"],
+    "updates/top_percent": ["prop-top-overlap"],
     "updates/rank": ["prop-rank"],
     "updates/leash": ["prop-leash"],
     "choices/patch": ["prop-patch"],
