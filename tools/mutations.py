@@ -674,6 +674,27 @@ RECORDS = [
         (Edit("results/forced.json", change=lambda text: text.replace("0.1", "0.2", 1)),),
         "tests/test_results.py -k fresh",
     ),
+    fault(
+        "two runs of one seed compared as two seeds",
+        "src/ceilings/experiments/replication.py",
+        "following = [*theirs[1:], theirs[0]]",
+        "following = theirs",
+        "tests/test_replication.py -k compared_with_the_next",
+    ),
+    fault(
+        "runs on dealt out rewards that keep their rewards",
+        "src/ceilings/experiments/_bases.py",
+        "if method in NULLS else own",
+        "if False else own",
+        "tests/test_replication.py -k nulls_deal",
+    ),
+    fault(
+        "chance of an overlap that forgets where the members may lie",
+        "src/ceilings/changed_sets.py",
+        "expected = float((a * b / total.clamp_min(1)).sum())",
+        "expected = float(a.sum() * b.sum() / total.sum())",
+        "tests/test_changed_sets.py -k every_way",
+    ),
 ]
 
 BOOK = [
