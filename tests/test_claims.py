@@ -27,6 +27,7 @@ OWED = {
     "updates/top_percent": ["prop-top-overlap"],
     "updates/rank": ["prop-rank"],
     "updates/leash": ["prop-leash"],
+    "updates/stand_in": ["prop-stand-in"],
     "choices/patch": ["prop-patch"],
 }
 # Claims of chapters that are still to come, which tests of the library may back already.

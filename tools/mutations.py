@@ -158,6 +158,34 @@ WIDE = "tests/test_browser.py -k 'test_page and ceiling and wide'"
 
 LIBRARY = [
     fault(
+        "a parameter with a stand-in that reaches only so far",
+        "src/ceilings/kl_budget.py",
+        "1 - squares.sum(1) > tolerance",
+        "1 - squares.sum(1) > 2",
+        "tests/test_leash.py -k stand_in",
+    ),
+    fault(
+        "leverages that forget the eigenvalues",
+        "src/ceilings/kl_budget.py",
+        "(self.vectors[:, kept] / self.values[kept].sqrt())",
+        "self.vectors[:, kept]",
+        "tests/test_leash.py -k 'dense or irreplaceable'",
+    ),
+    fault(
+        "a KL leash that pulls away from the start",
+        "src/ceilings/experiments/leash.py",
+        "rewards - strength * (now - first)",
+        "rewards + strength * (now - first)",
+        "tests/test_leash.py -k ascends",
+    ),
+    fault(
+        "changes dealt out among all tensors where it should be within each",
+        "src/ceilings/experiments/leash.py",
+        "order = (random + begin.tensors).argsort()",
+        "order = random.argsort()",
+        "tests/test_leash.py -k dealt_out_within",
+    ),
+    fault(
         "a quotient of whole numbers, which is float32",
         "src/ceilings/advantages.py",
         "(size.to(rewards) / (size - 1).to(rewards))[index]",
