@@ -22,7 +22,7 @@ from ceilings.transformer import TinyTransformer, TransformerConfig
 from notebooks import chapters, paths
 from test_pretrained import require_built_in
 
-REAL = {"prompts", "real_training"}  # experiments with the real model
+REAL = {"prompts", "real_training", "real_updates"}  # experiments with the real model
 NAMES = [m.name for m in pkgutil.iter_modules(ceilings.experiments.__path__) if not m.name.startswith("_")]
 
 
