@@ -64,8 +64,9 @@ readme: $(ENV)  ## draw the figure of the README and write its table of chapters
 mutate: $(ENV)  ## break things on purpose, one at a time: does a check see each?
 	@$(BIN)/python tools/mutate.py
 
-benchmark: $(ENV)  ## time the score moments against other libraries: see benchmarks/README.md
+benchmark: $(ENV)  ## time the score moments and the comparison of checkpoints against others: see benchmarks/README.md
 	@OMP_NUM_THREADS=1 PYTHONPATH=$(VENV)/peers $(BIN)/python benchmarks/score_moments.py
+	@$(BIN)/python benchmarks/checkpoint_diff.py --output benchmarks/checkpoint_diff.json
 	@$(BIN)/python benchmarks/tables.py
 
 constraints: $(ENV)  ## write constraints.txt again after a change of requirements.txt

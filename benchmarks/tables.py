@@ -1,4 +1,4 @@
-"""The tables of the README, from score_moments.json: python benchmarks/tables.py [--check]."""
+"""The tables of the README, from score_moments.json and checkpoint_diff.json: python benchmarks/tables.py [--check]."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cost_table import MEMORIES, RESERVE, bytes_per_parameter, largest_model
+from diff_table import with_table
 from methods import METHODS
 
 __all__ = ["README", "RESULT", "render", "with_tables"]
@@ -22,7 +23,7 @@ CHUNK_SEPARATOR = "/"
 def main(arguments: list[str]) -> int:
     """Write the tables into the README, or say whether they are those of the record."""
     text = README.read_text(encoding="utf-8")
-    wanted = with_tables(text, json.loads(RESULT.read_text(encoding="utf-8")))
+    wanted = with_table(with_tables(text, json.loads(RESULT.read_text(encoding="utf-8"))))
     if arguments == ["--check"]:
         if text != wanted:
             print("the tables of the README are not those of the record: python benchmarks/tables.py")

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import cost_table
+import diff_table
 import score_moments
 import tables
 from methods import METHODS, Method, Sums
@@ -94,6 +95,7 @@ def test_the_arithmetic_of_memory_was_held_against_processes():
 def test_the_readme_shows_the_record():
     text = tables.README.read_text(encoding="utf-8")
     assert tables.with_tables(text, RECORD) == text, "run: python benchmarks/tables.py"
+    assert diff_table.with_table(text) == text, "run: python benchmarks/tables.py"
     assert tables.main(["--check"]) == 0
 
 
@@ -153,3 +155,17 @@ def test_floor_and_loop_are_always_measured(capsys):
     with pytest.raises(SystemExit):
         score_moments.main(["--methods", "ours"])
     assert "must include floor and loop" in capsys.readouterr().err
+
+
+def test_the_table_of_checkpoints_says_what_was_missed():
+    side = {"wall": 2.0, "memory_mb": 100.0}
+    size = {
+        "parameters": 2_000_000,
+        "whole": side,
+        "streamed": side,
+        "ratios": {"time": 2.0, "scan": 9.0, "memory": 30.0},
+        "ties_at_top_percent": {"size": 20_000, "tied": 7},
+    }
+    said = diff_table.render({"rounds": 3, "torch": "2", "python": "3", "sizes": [size]})
+    assert "| 2M parameters | 2.0 s, 100 MB | 2.0 s, 100 MB | 2.0 × | 9.0 × | 30.0 × |" in said
+    assert "missed: time. " in said and "met. " not in said and "20,000 entries) 7 are tied" in said
