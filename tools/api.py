@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import re
 from pathlib import Path
 
 __all__ = ["modules", "page"]
@@ -42,7 +43,7 @@ SECTION = """
 ```{{eval-rst}}
 .. automodule:: {module}
    :members:
-```
+{options}```
 """
 
 
@@ -65,6 +66,26 @@ def assigns(node: ast.stmt, name: str) -> bool:
     return any(isinstance(target, ast.Name) and target.id == name for target in targets)
 
 
+def aliases(module: str) -> list[str]:
+    """Names that a module offers for a built-in type such as ``dict[str, float]``: they have no source to show."""
+    text = PACKAGE.joinpath(*module.split(".")).with_suffix(".py").read_text(encoding="utf-8")
+    body = [node for node in ast.parse(text).body if isinstance(node, ast.Assign)]
+    offered = next(ast.literal_eval(node.value) for node in body if assigns(node, "__all__"))
+    return [
+        name
+        for name in offered
+        for node in body
+        if assigns(node, name) and re.match(r"(dict|list|tuple|set|frozenset)\[", ast.unparse(node.value))
+    ]
+
+
+def section(name: str) -> str:
+    """The section of a module."""
+    left_out = aliases(name)
+    options = f"   :exclude-members: {', '.join(left_out)}\n" if left_out else ""
+    return SECTION.format(title=name, module=f"ceilings.{name}", options=options)
+
+
 def rank(module: str) -> tuple[int, str]:
     """Where a module stands on the page; one that the order does not know comes last."""
     top = module.split(".")[0]
@@ -73,7 +94,7 @@ def rank(module: str) -> tuple[int, str]:
 
 def page() -> str:
     """The text of the page."""
-    return HEAD + "".join(SECTION.format(title=name, module=f"ceilings.{name}") for name in modules())
+    return HEAD + "".join(section(name) for name in modules())
 
 
 def main() -> int:
