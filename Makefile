@@ -39,7 +39,7 @@ results: $(ENV)  ## make stale records again, and say first how long it takes (e
 	@$(BIN)/snakemake -c2 --quiet rules $(if $(ALL),--config everything=1)
 
 test: $(ENV)  ## every check: library, chapters, built book, browser
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n 2
 
 lint: $(ENV)  ## format, style, types and spelling
 	@$(BIN)/ruff format --check .

@@ -29,6 +29,9 @@ os.environ.update(
 # How nbformat calls a picture that a cell shows, and one that it keeps for another page (myst_nb's `glue`).
 PICTURES = ("image/png", "application/papermill.record/image/png")
 
+# The files whose tests look at the built book.
+BUILT_BOOK = ("test_book.py", "test_browser.py")
+
 # Root-mean-square difference of grey values, of 255, below which two figures are the same.
 FIGURE_TOLERANCE = 4.0
 
@@ -47,6 +50,19 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
     for item in items:
         if type(item).__name__ == "IPyNbCell" and "load_pretrained" in str(item.parent.nb.cells):
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Share the tests out by file: a chapter is one kernel, and all that looks at the built book shares one build."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Files(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "the built book" if file.endswith(BUILT_BOOK) else file
+
+    return Files(config, log)
 
 
 @pytest.hookimpl(wrapper=True)
