@@ -788,8 +788,17 @@ def test_entries_that_differ_are_found_off_the_grid_of_eight_bytes():
     assert delta_scan._where_bits_differ(base, tuned).tolist() == [6, 13, 20, 27, 34]
 
 
-def test_the_collector_is_as_it_was_after_a_command(tmp_path):
-    for arguments in (["diff", str(tmp_path), str(tmp_path)], ["diff", "--threads", "none", "a", "b"]):
-        frozen = gc.get_freeze_count()
-        assert cli.main(arguments) == 2
-        assert gc.isenabled() and gc.get_freeze_count() == frozen
+def test_the_collector_rests_in_a_process_of_its_own_only(tmp_path, monkeypatch):
+    # Frozen, the garbage of an earlier command in this process could not be collected.
+    seen = []
+    monkeypatch.setattr(
+        "ceilings.diff_command.report", lambda *_: seen.append(gc.get_freeze_count()) or {}["end"]
+    )
+    arguments = ["diff", str(tmp_path), str(tmp_path)]
+    before = gc.get_freeze_count()
+    for alone in (False, True):
+        monkeypatch.setattr("sys.argv", ["ceilings", *arguments])
+        with pytest.raises(KeyError):
+            cli.main(None if alone else arguments)
+        assert gc.isenabled() and gc.get_freeze_count() == before
+    assert seen[0] == before < seen[1]

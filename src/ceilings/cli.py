@@ -28,7 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0 done; 2 wrong usage or input; 3 stopped, to be resumed; 4 not enough memory.
     """
     terminal = Terminal()
-    gc.disable()  # until the work begins: a tenth of the time that PyTorch takes to load is the collector's
+    alone = arguments is None
+    if alone:  # until the work begins: a tenth of the time that PyTorch takes to load is the collector's
+        gc.disable()
     try:
         found = _parser().parse_args(arguments)
         code: int = found.run(found, terminal)
@@ -43,7 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.close()  # nobody reads on; say nothing more
         return OK
     finally:
-        gc.enable()
+        if alone:
+            gc.enable()
         terminal.close()
 
 

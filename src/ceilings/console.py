@@ -94,8 +94,10 @@ def guarded(work: Callable[[], None], memory: str) -> int:
     Exception
         What is no wrong input: a fault of this program, or that nobody reads on.
     """
-    gc.freeze()  # what was imported stays to the end: the collector need not walk it again and again
-    gc.enable()
+    rested = not gc.isenabled()
+    if rested:  # what was imported meanwhile stays to the end: the collector need not walk it again and again
+        gc.freeze()
+        gc.enable()
     try:
         work()
     except Exception as error:
@@ -105,7 +107,9 @@ def guarded(work: Callable[[], None], memory: str) -> int:
             raise
         return fail(str(error), WRONG_INPUT)
     finally:
-        gc.unfreeze()
+        if rested:
+            gc.unfreeze()
+            gc.disable()
     return OK
 
 
