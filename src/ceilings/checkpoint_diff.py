@@ -378,9 +378,9 @@ def _light(tensor: TensorDiff) -> TensorDiff:
 
 def _finders(total: Tally) -> list[CutFinder]:
     """One finder for each set of the largest changes."""
-    counts = total.sizes.dense().clone()
+    counts = torch.from_numpy(total.sizes.dense())
     counts[0] += total.parameters - int(counts.sum())
-    mixed = total.mixed.dense()
+    mixed = torch.from_numpy(total.mixed.dense())
     sizes = [max(1, round(share * total.parameters)) for share in SHARES]
     return [CutFinder(counts, size, mixed, total.finer) for size in sizes]
 

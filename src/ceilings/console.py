@@ -94,8 +94,8 @@ def guarded(work: Callable[[], None], memory: str) -> int:
     Exception
         What is no wrong input: a fault of this program, or that nobody reads on.
     """
-    rested = not gc.isenabled()
-    if rested:  # what was imported meanwhile stays to the end: the collector need not walk it again and again
+    if not gc.isenabled():  # a process of its own, see `ceilings.cli.main`
+        # What was imported stays to the end: neither the collector nor the end of the process need walk it again.
         gc.freeze()
         gc.enable()
     try:
@@ -106,10 +106,6 @@ def guarded(work: Callable[[], None], memory: str) -> int:
         if isinstance(error, BrokenPipeError) or not isinstance(error, ValueError | OSError):
             raise
         return fail(str(error), WRONG_INPUT)
-    finally:
-        if rested:
-            gc.unfreeze()
-            gc.disable()
     return OK
 
 

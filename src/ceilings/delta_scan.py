@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ceilings.safetensors_file import TORCH_DTYPES
-from ceilings.tally import GRIDS, Bins, Tally, bucket_values, half_gap_exponents
+from ceilings.tally import GRIDS, Bins, Numbers, Tally, bucket_values, half_gap_exponents
 
 __all__ = [
     "ABSOLUTE",
@@ -36,7 +37,7 @@ _BLOCK: Final = 2**19
 # Sizes off the grid of the buckets are kept one by one up to this many, or one in so many entries: 4 bytes each.
 _FEW: Final = 2**10
 _FEW_IN: Final = 64
-_NOTHING: Final = torch.zeros(0, dtype=torch.int64)
+_NOTHING: Final = np.zeros(0, dtype=np.int64)
 _SCRATCH: Final = threading.local()
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -198,7 +199,8 @@ def _where_bits_differ(base: Tensor, tuned: Tensor) -> Tensor:
     if 2 * len(words) > len(a):
         return torch.from_numpy(np.flatnonzero(first != second))
     at = np.flatnonzero(a[words].view(first.dtype) != b[words].view(first.dtype))
-    found = words[at // together] * together + at % together
+    shift = together.bit_length() - 1
+    found = (words[at >> shift] << shift) + (at & together - 1)
     rest = whole + np.flatnonzero(first[whole:] != second[whole:])
     return torch.from_numpy(np.concatenate((found, rest)) if len(rest) else found)
 
@@ -261,27 +263,27 @@ class _Counter:
         a, b = base.to(wide), tuned.to(wide)
         change = b - a
         # NOTE numbers are finite and not the same nearly always: one look at the changes then replaces five.
-        usual = bool(change.isfinite().all()) and int(change.count_nonzero()) == len(change)
+        usual = math.isfinite(float(change.sum())) and float(change.abs().min()) > 0
         if not usual:
             same = (a == b) | (a.isnan() & b.isnan())
-            sums.bits_only += int(same.count_nonzero())
+            sums.bits_only += _number(same)
             a, b, change, buckets = a[~same], b[~same], change[~same], buckets[~same]
         sums.equality += len(a)
         self.changed += _counted(buckets)
         if not usual:
             sized = change.isfinite()
-            sums.non_finite += (lost := len(a) - int(sized.count_nonzero()))
+            sums.non_finite += (lost := len(a) - _number(sized))
             sums.absolute += lost
             sums.relative += lost
             a, b, change, buckets = a[sized], b[sized], change[sized], buckets[sized]
         size = change.abs_()
-        sums.absolute += int((size > ABSOLUTE).count_nonzero())
-        sums.relative += int((size > RELATIVE * torch.maximum(a.abs(), b.abs())).count_nonzero())
+        sums.absolute += _number(size > ABSOLUTE)
+        sums.relative += _number(size > torch.maximum(a.abs(), b.abs()).mul_(RELATIVE))
         square = size.double().square()
         sums.fourth += float(square.dot(square))
         patterns = size_patterns(size)
         at = patterns >> 16
-        finer = positions((patterns & 0xFFFF) != 0)
+        finer = torch.from_numpy(np.flatnonzero(patterns.numpy() & 0xFFFF))
         if len(finer):
             self.mixed += _counted(at.index_select(0, finer))
             self._keep(patterns.index_select(0, finer))
@@ -303,20 +305,30 @@ class _Counter:
         sums.weights, sums.changed_weights, sums.weight_energy = self.weights, self.changed, self.by_weight
         sums.square = float(sums.size_energy.values.sum())
         if _is_on_grid(TORCH_DTYPES[self.dtype]):
-            values = bucket_values()[sums.weights.buckets].nan_to_num(posinf=0.0)
-            sums.base_square = float(sums.weights.values.double() @ values.square())
+            sums.base_square = float((sums.weights.values * _bucket_squares()[sums.weights.buckets]).sum())
         sums.gaps = self._gaps(sums.weights, sums.changed_weights)
         return sums
 
     def _gaps(self, weights: Bins, changed: Bins) -> dict[int, int]:
         """Unchanged entries by the least step that they could have shown."""
-        unchanged = weights.values.clone()
+        unchanged = weights.values.copy()
         if len(changed.values):
             unchanged[changed.start - weights.start :][: len(changed.values)] -= changed.values
         exponents = half_gap_exponents(self.dtype)[weights.buckets]
         least = int(exponents.min())
-        counts = torch.bincount(exponents - least, unchanged.double()).long()
-        return {least + k: count for k, count in enumerate(counts.tolist()) if count}
+        counts = np.bincount(exponents - least, unchanged)
+        return {least + k: int(count) for k, count in enumerate(counts) if count}
+
+
+@functools.cache
+def _bucket_squares() -> Numbers:
+    """Squares of the magnitudes at which the buckets begin, 0 for what is not finite."""
+    return np.square(np.nan_to_num(bucket_values(), posinf=0.0))
+
+
+def _number(mask: Tensor) -> int:
+    """Number of true entries; PyTorch counts them several times more slowly."""
+    return int(np.count_nonzero(mask.numpy()))
 
 
 def _scratch(dtype: torch.dtype, count: int) -> Tensor:
@@ -334,7 +346,7 @@ def _counted(buckets: Tensor, weights: Tensor | None = None) -> Bins:
     if not len(buckets):
         return Bins(values=_NOTHING)
     start = int(buckets.min())
-    return Bins(start, torch.bincount(buckets - start if start else buckets, weights))
+    return Bins(start, torch.bincount(buckets - start if start else buckets, weights).numpy())
 
 
 def _is_on_grid(dtype: torch.dtype) -> bool:

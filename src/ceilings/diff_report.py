@@ -253,7 +253,7 @@ def _curve(tally: Tally) -> dict[str, float]:
 def _by_magnitude(tally: Tally) -> list[dict[str, Any]]:
     """Weights and changes by the power of two below a weight's magnitude."""
     parts = [
-        bins.dense().double().view(-1, 128).sum(1)
+        bins.dense().reshape(-1, 128).sum(1)
         for bins in (tally.weights, tally.changed_weights, tally.weight_energy)
     ]
     return [
@@ -263,7 +263,7 @@ def _by_magnitude(tally: Tally) -> list[dict[str, Any]]:
             "changed": int(parts[1][k]),
             "rms_change": math.sqrt(float(parts[2][k] / parts[1][k])) if parts[1][k] else None,
         }
-        for k in parts[0][:-1].nonzero().flatten().tolist()
+        for k in parts[0][:-1].nonzero()[0].tolist()
     ]
 
 
